@@ -211,7 +211,7 @@ def _taken(training: TrainingSpec, configuration: Configuration) -> int:
 def pass_interval(training: TrainingSpec, configuration: Configuration, samples: int) -> int:
     """Return the number of steps from one reference pass to the next.
 
-    An interval of 0 epochs is that of forms that expect norms at every step without a pass. A single
+    Forms that expect norms at every step without a pass have an interval of 0 epochs. A single
     worker with BatchNorm has no such norms, so its passes take `PASS_SHARE` of the samples.
     """
     epochs = training.ags.update_interval_epochs
@@ -243,9 +243,9 @@ SCALING: Mapping[str, LrScaling] = {
 def learning_rate(sweep: SweepSpec, global_batch: int, epoch: float) -> float:
     """Return the learning rate at an epoch: linear warm-up, then constant, in steps or cosine.
 
-    The epoch is fractional: samples seen over samples per epoch. torch's schedulers count steps, and
-    would run ahead after an out-of-memory restart with a smaller batch, when a step is less data.
-    This schedule counts data, and the method's rate follows the current batch.
+    The epoch is fractional: samples seen over samples per epoch. torch's schedulers count steps,
+    and would run ahead after an out-of-memory restart with a smaller batch, when a step is less
+    data. This schedule counts data, and the method's rate follows the current batch.
 
     Warm-up begins at a tenth of the method's rate, or at workload.lr if that is lower: a rate
     that was scaled up more than tenfold starts from the base rate (P. Goyal et al. 2017, "Accurate,
@@ -264,8 +264,8 @@ def lr_scale(training: TrainingSpec, global_batch: int) -> float:
     """Return the method's rate divided by workload.lr, which is right for `base_batch`.
 
     LARS scales linearly, as in the paper (and Y. You et al. 2017, "Large batch training of
-    convolutional networks"), LAMB by the square root (Y. You et al. 2020, "Large batch optimization for
-    deep learning"); `training.lr_scaling` overrides that for these two and for AGS.
+    convolutional networks"), LAMB by the square root (Y. You et al. 2020, "Large batch optimization
+    for deep learning"); `training.lr_scaling` overrides that for these two and for AGS.
     """
     ratio = global_batch / training.base_batch
     return {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[_lr_scaling(training)]

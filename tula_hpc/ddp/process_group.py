@@ -87,8 +87,8 @@ def check_interfaces() -> None:
 def leave_group() -> None:
     """End the process group, whose models must not be in use any more.
 
-    Models are freed first: a model that is freed after its group waits for the group's threads while
-    it holds Python's global lock, for which such a thread may be waiting itself.
+    Models are freed first: a model that is freed after its group waits for the group's threads
+    while it holds Python's global lock, for which such a thread may be waiting itself.
     """
     gc.collect()
     dist.destroy_process_group()
@@ -279,8 +279,8 @@ def place_among(
 ) -> WorkerEnvironment | None:
     """Return the environment with the rank among workers of the first nodes; None on other nodes.
 
-    Slurm may number tasks round-robin over the nodes, so ranks are counted anew, node by node; rank 0
-    stays rank 0. The local executor emulates nodes on one machine, which has all workers.
+    Slurm may number tasks round-robin over the nodes, so ranks are counted anew, node by node; rank
+    0 stays rank 0. The local executor emulates nodes on one machine, which has all workers.
     """
     node, local_rank = divmod(env.rank, workers_per_node)
     if env.on_slurm:

@@ -392,8 +392,8 @@ def _listen(env: WorkerEnvironment) -> socket.socket:
 def _admit_only(listener: socket.socket, addresses: Collection[str]) -> None:
     """Have the kernel drop connections from other addresses: TCPStore lists its keys to every peer.
 
-    A classic BPF program on the socket that will listen (man 7 socket, SO_ATTACH_FILTER) compares the
-    sender's IPv4 address; accepted sockets inherit the program.
+    A classic BPF program on the socket that will listen (man 7 socket, SO_ATTACH_FILTER) compares
+    the sender's IPv4 address; accepted sockets inherit the program.
     """
     # BPF_LD+BPF_W+BPF_ABS from SKF_NET_OFF + 12, the source address in the IP header
     program = [(0x20, 0, 0, 0xFFF0_0000 + 12)]

@@ -385,8 +385,8 @@ class Trained(Agreeing, Protocol):
 def bare_all_reduce(worker: Trained) -> Callable[[], None]:
     """Return a function that all-reduces as many bytes as the gradient has, in DDP's buckets.
 
-    The loader is idle meanwhile. In training, an all-reduce takes longer if loader processes and the
-    collective's threads share cores; the times of whole steps include that.
+    The loader is idle meanwhile. In training, an all-reduce takes longer if the loader's processes
+    and the collective's threads share cores; the times of whole steps include that.
     """
     counts: Counter[torch.dtype] = Counter()
     for parameter in worker.parameters:

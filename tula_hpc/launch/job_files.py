@@ -8,13 +8,13 @@ folder in its place while a job waits. The hash is in the batch script, which Sl
 submission on, or in the environment of a local job. Whoever can change the script or the job's
 Python can still run any code.
 
-When submitit requeues a job, it pickles the job again on the node, and no script knows the new hash.
-Here it writes only the number of time-outs left, as text, and a job never gets more of them than
-its pickle says: at worst a forged number ends its requeues early.
+When submitit requeues a job, it pickles the job again on the node, and no script knows the new
+hash. Here it writes only the number of time-outs left, as text, and a job never gets more of them
+than its pickle says: at worst a forged number ends its requeues early.
 
 Setup lines may hold passwords, and others can see command lines and scripts. So the lines are in a
-file that only the owner can read, whose SHA-256 the job's shell knows. The file begins with a random
-number, so that short passwords cannot be found by trying hashes.
+file that only the owner can read, whose SHA-256 the job's shell knows. The file begins with a
+random number, so that short passwords cannot be found by trying hashes.
 """
 
 from __future__ import annotations

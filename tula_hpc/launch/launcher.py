@@ -2,8 +2,8 @@
 
 Every job goes through `Launcher.submit`: it cuts them into arrays as large as Slurm takes
 (`_submit_in_pieces`), and an executor starts each array: `launch/slurm_executor.py` by sbatch,
-`launch/local_executor.py` on this machine. `describe_states` puts the states of its jobs into words,
-such as "1 running".
+`launch/local_executor.py` on this machine. `describe_states` puts the states of its jobs into
+words, such as "1 running".
 """
 
 from __future__ import annotations

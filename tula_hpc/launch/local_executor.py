@@ -115,8 +115,8 @@ def run_controller(folder: Path) -> str:
     """Return a shell line that runs the job under `local_controller`, not submitit's controller.
 
     Unless the controller was killed, the line removes the job's lock file, which `was_killed` looks
-    for. The shell, whose process number is the job's id, passes TERM on to the controller, and so to
-    the workers.
+    for. The shell, whose process number is the job's id, passes TERM on to the controller, and so
+    to the workers.
     """
     command = shlex.join([sys.executable, "-m", "tula_hpc.launch.local_controller", str(folder)])
     lock = f"{shlex.quote(str(folder))}/$$.lock"

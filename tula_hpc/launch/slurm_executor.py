@@ -298,8 +298,8 @@ class SlurmJobs:
     def find_lost(self, path: Path, notice: Notice, known: Collection[str]) -> list[str]:
         """Return the ids of the array's tasks; [] if Slurm has no array of that name.
 
-        `notice` is that of a command that was killed while it submitted them; the ids in `known` are
-        on record.
+        `notice` is that of a command that was killed while it submitted them; `known` ids are on
+        record.
         """
         # not below 0: on a file server the file has the time of another clock
         submitted_s = max(0.0, time.time() - path.stat().st_mtime)

@@ -82,8 +82,8 @@ class StageProgress:
             left_s: Estimated seconds until the stage is done.
             notes: Sentences on events.
             is_most: True if `left_s` is the longest that it can take.
-            state: States of the jobs. With it, a log shows changes of states and notes at once, other
-                changes at most once a minute, when `done` has reached another whole number.
+            state: States of the jobs. With it, a log shows changes of states and notes at once, and
+                others at most once a minute, when `done` has reached another whole number.
         """
         left = [] if left_s is None else [format_left(left_s, is_most=is_most)]
         shown = "; ".join([", ".join([text, *left]), *notes])

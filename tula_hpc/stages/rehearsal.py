@@ -7,7 +7,7 @@ libraries have changed since.
 
 `search.estimate = false` skips the rehearsal, for data or libraries that only the compute nodes
 have; a job then finds the mistakes. Controller jobs skip it, too. A training script of the user's
-own is not run here: its syntax was checked when the sweep was read, and the first job finds the rest.
+own is not run here: its syntax was checked when the sweep was read; the first job finds the rest.
 """
 
 from __future__ import annotations

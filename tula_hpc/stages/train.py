@@ -1,7 +1,7 @@
 """Run a training: submit its jobs, see how each of them ended, and decide if another one follows.
 
-`train_stage` trains the plan's choice. A study's many trainings (`train_many`) follow the same rules
-with another table. `tula_hpc/retry_policy.py` says how often each failure is tried again.
+`train_stage` trains the plan's choice. A study's many trainings (`train_many`) follow the same
+rules with another table. `tula_hpc/retry_policy.py` says how often each failure is tried again.
 """
 
 from __future__ import annotations
