@@ -75,11 +75,11 @@ def check_interfaces() -> None:
     Raises:
         InputError: The node lacks one of them.
     """
-    there = [name for _, name in socket.if_nameindex()]
+    present = [name for _, name in socket.if_nameindex()]
     for wanted in filter(None, socket_interface("gloo").split(",")):
-        if wanted not in there:
+        if wanted not in present:
             raise InputError(
-                f"{wanted} is no network interface of {socket.gethostname()}; it has {', '.join(there)}",
+                f"{wanted} is no network interface of {socket.gethostname()}; it has {', '.join(present)}",
                 key="environment.GLOO_SOCKET_IFNAME",
             )
 

@@ -293,8 +293,8 @@ class _Door:
         )
         prefix = secrets.token_hex(16)
         for guest in guests:
-            there = guest.ours if guest.ours in reachable else address
-            guest.invite({"address": there, "port": port, "prefix": prefix})
+            store_address = guest.ours if guest.ours in reachable else address
+            guest.invite({"address": store_address, "port": port, "prefix": prefix})
         return PrefixStore(prefix, store)
 
 

@@ -441,13 +441,13 @@ def describe_states(
     for job_id, state in active.items():
         groups.setdefault(_in_words(state), []).append(job_id)
     parts = []
-    for (stand, why), job_ids in groups.items():
+    for (state_text, why), job_ids in groups.items():
         longest_s = max(waited_s.get(job_id, 0.0) for job_id in job_ids)
         # in whole minutes, so that a log gets one line a minute, not one a second
         minutes = max(0, int(longest_s / MINUTE_S))
         how_long = f" for {format_duration(float(MINUTE_S * minutes))}" if minutes else ""
         reason = why.replace("JOB", job_ids[0]) if len(job_ids) == 1 else why
-        parts.append(f"{len(job_ids)} {stand}{how_long}{reason}")
+        parts.append(f"{len(job_ids)} {state_text}{how_long}{reason}")
     return ", ".join(parts) or "ending"
 
 

@@ -88,19 +88,19 @@ class StageProgress:
         left = [] if left_s is None else [format_left(left_s, is_most=is_most)]
         shown = "; ".join([", ".join([text, *left]), *notes])
         # without the time left, which always changes
-        said = (text if state is None else state, *notes)
-        self._show(shown, said, done, total, is_by_count=state is not None)
+        compared = (text if state is None else state, *notes)
+        self._show(shown, compared, done, total, is_by_count=state is not None)
 
     def _show(
-        self, shown: str, said: tuple[str, ...], done: float, total: float, *, is_by_count: bool
+        self, shown: str, compared: tuple[str, ...], done: float, total: float, *, is_by_count: bool
     ) -> None:
-        """Print a line if `said` has changed since the last one, or after a long silence."""
+        """Print a line if `compared` has changed since the last one, or after a long silence."""
         is_due = time.monotonic() - self.printed_at >= LOG_EVERY_S
         if is_by_count:
             is_due = is_due and math.floor(done) > math.floor(self.done)
-        if said == self.last and not is_due:
+        if compared == self.last and not is_due:
             return
-        self.last = said
+        self.last = compared
         self.printed_at = time.monotonic()
         self.done = done
         sys.stderr.write(f"{self.stage}: {shown}\n")
@@ -143,7 +143,7 @@ class BarProgress(StageProgress):
         self.bar.stop()
 
     def _show(
-        self, shown: str, said: tuple[str, ...], done: float, total: float, *, is_by_count: bool
+        self, shown: str, compared: tuple[str, ...], done: float, total: float, *, is_by_count: bool
     ) -> None:
         self.bar.update(self.task, completed=done, total=total, description=printable(shown))
 
@@ -259,7 +259,7 @@ class InterruptionNews:
         self.stage = stage
         self.waiting: int | None = None
         self.to_ask = 0
-        self.told = why_interrupted(sweep)
+        self.known = why_interrupted(sweep)
 
     def tell(self, waiting: int) -> None:
         """Report why jobs wait again if more jobs wait now than at the last call."""
@@ -270,11 +270,11 @@ class InterruptionNews:
             return
         self.to_ask -= 1
         self.sweep.launcher.note_accounts()
-        before = self.told
-        self.told = why_interrupted(self.sweep)
+        before = self.known
+        self.known = why_interrupted(self.sweep)
         news = {
             job_id: causes[-1]
-            for job_id, causes in self.told.items()
+            for job_id, causes in self.known.items()
             if causes != before.get(job_id)
         }
         if not news:

@@ -232,8 +232,8 @@ def _mistake(
     # sbatch accepts several partitions, and uses the first that is free
     names = wanted.split(",") if wanted else []
     if missing := [name for name in names if name not in partitions]:
-        there = ", ".join(partitions)
-        return "partition", f"Slurm has no partition {missing[0]!r}; expected one of: {there}"
+        known = ", ".join(partitions)
+        return "partition", f"Slurm has no partition {missing[0]!r}; expected one of: {known}"
     names = names or [name for name, row in partitions.items() if row.get("Default") == "YES"]
     most = max((count_in(partitions[name].get("TotalNodes", "")) or 0 for name in names), default=0)
     if 0 < most < nodes:

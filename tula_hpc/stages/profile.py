@@ -154,13 +154,13 @@ def parts_of(sweep: Sweep) -> list[Sweep]:
 
 def _parts_without_room(sweep: Sweep, parts: Sequence[Sweep]) -> dict[str, str]:
     stored = sweep.run.footprints(part.partition for part in parts)
-    said = {part.partition: none_fits(part, stored.get(part.partition)) for part in parts}
-    if said and all(said.values()):
-        words = "\n".join(said.values())
+    reasons = {part.partition: none_fits(part, stored.get(part.partition)) for part in parts}
+    if reasons and all(reasons.values()):
+        words = "\n".join(reasons.values())
         # `status` shows this event
         sweep.run.log_event("failed", "profile", detail=words[:2000])
         raise InputError(f"{words}\n{NOTHING}")
-    return {name: words for name, words in said.items() if words}
+    return {name: words for name, words in reasons.items() if words}
 
 
 def _profile_part(part: Sweep, progress: StageProgress, trusted_batch: int | None) -> list[Ended]:
@@ -179,10 +179,10 @@ def _profile_part(part: Sweep, progress: StageProgress, trusted_batch: int | Non
             return failures
         # a group is an array, which keeps to array_parallelism by itself, or one packed job: of
         # these, array_parallelism may run at a time
-        beside = part.cluster.array_parallelism if part.spec.search.packed else 1
-        arrays = [""] * beside
+        at_a_time = part.cluster.array_parallelism if part.spec.search.packed else 1
+        arrays = [""] * at_a_time
         for group in first_wave(part.spec, part.cluster, proposed):
-            arrays.append(_submit(part, group, trusted_batch, arrays[-beside]))
+            arrays.append(_submit(part, group, trusted_batch, arrays[-at_a_time]))
 
 
 def propose_on(part: Sweep, trusted_batch: int | None) -> list[Configuration]:
@@ -268,14 +268,14 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
         most_here = most_profiled(part.spec, part.cluster.workers_per_node) or 0
         expected = max(expected, elsewhere + most_here)
     earlier = part.run.job_notes()
-    told = set(setup_failures(earlier))
+    warned = set(setup_failures(earlier))
 
     def warn_of_setup() -> None:
         outputs = [notes_file(part.run.root / job.output) for job in submitted.values()]
         notes = [*earlier, *read_records(JobNote, outputs).records]
         for words in setup_failures(notes):
-            if words not in told:
-                told.add(words)
+            if words not in warned:
+                warned.add(words)
                 sys.stderr.write(f"warning: {printable(words)}\n")
 
     interruptions = InterruptionNews(part, "profiling")

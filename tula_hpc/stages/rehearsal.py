@@ -79,9 +79,9 @@ def rehearse(
     done = run_apart(command, TIMEOUT_S, with_variables(cluster.parts()[0].environment))
     if isinstance(done, str):
         return f"it {done}"
-    said = last_line(done.stderr)
+    last = last_line(done.stderr)
     if done.returncode in (2, 3):
-        words = said if done.returncode == 2 else with_remedy(said, cluster)
+        words = last if done.returncode == 2 else with_remedy(last, cluster)
         raise TrialError(f"{words}\n{NOTHING}")
     if done.returncode < 0:
         end = signal.strsignal(-done.returncode)
@@ -90,7 +90,7 @@ def rehearse(
         died = f"your own code ends its process: {end} ({place})"
         raise TrialError(f"{with_remedy(died, cluster)}\n{NOTHING}")
     if done.returncode != 0:
-        return said or f"it ended with exit code {done.returncode}"
+        return last or f"it ended with exit code {done.returncode}"
     answer = last_line(done.stdout)
     if not answer:
         return "it ended without an answer, as by os._exit"
@@ -110,11 +110,11 @@ def _own_place(trace: str) -> str:
     return next((f"{Path(file).name}:{line}" for file, line in frames if is_own(file)), "")
 
 
-def with_remedy(said: str, cluster: ClusterSpec) -> str:
+def with_remedy(mistake: str, cluster: ClusterSpec) -> str:
     """Add the remedy that helps if only this machine lacks something."""
     if cluster.executor == "local" and not cluster.setup:
-        return said
-    return f"{said}\n{ELSEWHERE}"
+        return mistake
+    return f"{mistake}\n{ELSEWHERE}"
 
 
 def _refuse_large_batches(spec: SweepSpec, cluster: ClusterSpec, found: Identity) -> None:

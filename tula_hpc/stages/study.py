@@ -37,12 +37,12 @@ def study_stage(sweep: Sweep) -> dict[str, str]:
         StageError: No rate could be chosen, or nothing at all could be trained.
     """
     study, name, part = _study_and_part(sweep.spec, sweep.cluster)
-    there = sweep._replace(cluster=part)
-    rates = _choose_rates(there, name) if study.base_lrs else {}
+    on_part = sweep._replace(cluster=part)
+    rates = _choose_rates(on_part, name) if study.base_lrs else {}
     specs = {cell: cell_spec(sweep.spec, cell, rates) for cell in study.cells()}
-    jobs = [_job(there, name, cell.batch, spec, cell.label) for cell, spec in specs.items()]
+    jobs = [_job(on_part, name, cell.batch, spec, cell.label) for cell, spec in specs.items()]
     with stage_progress("study") as progress:
-        return Trainings(there, jobs).run(progress)
+        return Trainings(on_part, jobs).run(progress)
 
 
 def _study_and_part(spec: SweepSpec, cluster: ClusterSpec) -> tuple[StudySpec, str, ClusterSpec]:

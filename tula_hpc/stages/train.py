@@ -114,9 +114,9 @@ def keep_accounting(sweep: Sweep) -> None:
 def _see_to(
     sweep: Sweep, job: Submission, policy: RetryPolicy, tick: Callable[[JobsNow], None]
 ) -> None:
-    there = sweep.on(job.partition or "")
-    (end,) = there.launcher.wait([submitted_job(sweep.run, job)], tick)
-    outcome = settle(there, job, end, policy)
+    part = sweep.on(job.partition or "")
+    (end,) = part.launcher.wait([submitted_job(sweep.run, job)], tick)
+    outcome = settle(part, job, end, policy)
     tell_news(sweep)
     if outcome.next_step is NextStep.GIVE_UP:
         error: type[StageError] = StageError
@@ -124,7 +124,7 @@ def _see_to(
             error = CancelledJobError
         elif outcome.failure.kind is Failure.DIVERGED:
             error = DivergedError
-        raise error("\n".join([f"train: {_why_given_up(there, outcome)}", *_lost(sweep)]))
+        raise error("\n".join([f"train: {_why_given_up(part, outcome)}", *_lost(sweep)]))
     if outcome.next_step is not NextStep.DONE:
         sys.stderr.write(f"training: {_going_on(sweep, outcome)}\n")
 
@@ -357,11 +357,11 @@ def _submit_training(sweep: Sweep, candidate: Candidate, tick: Callable[[JobsNow
     files = sweep.run.make_train()
     if _starts_over(sweep):
         put_aside(files.metrics_file)
-    there, at = sweep.on(candidate.partition), candidate.configuration
+    part, at = sweep.on(candidate.partition), candidate.configuration
     spec = in_passes(sweep.spec, candidate.accumulation)
     job = TrainJob(
         spec,
-        there.cluster,
+        part.cluster,
         at,
         sweep.run.root,
         MAIN_LABEL,
@@ -380,11 +380,11 @@ def _submit_training(sweep: Sweep, candidate: Candidate, tick: Callable[[JobsNow
         data["anew"] = True
     elif sweep.run.history().has_left_files(MAIN_LABEL) and files.newest_checkpoint is None:
         sys.stderr.write(f"warning: {_gone(sweep)}; the training begins from the start\n")
-    submitted = there.launcher.submit(
+    submitted = part.launcher.submit(
         [job],
         stage="train",
         nodes=candidate.nodes,
-        minutes=there.cluster.train_minutes,
+        minutes=part.cluster.train_minutes,
         data=[data],
     )
     tick(JobsNow(0, f"submitted as job {submitted[0].job_id} at {at}{candidate.in_parts}"))
@@ -400,9 +400,9 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
     """Return a function that shows the progress of the plan's training with the jobs' states."""
     files = sweep.run.train()
     epochs = sweep.spec.workload.epochs
-    told = [""]
+    warned = [""]
     # the last step before a job waited: as long as it is the last, the next job has taken none
-    old: list[StepMetrics] = []
+    before_wait: list[StepMetrics] = []
     restarts = [sweep.run.history().restarts(MAIN_LABEL)]
     interruptions = InterruptionNews(sweep, "training")
 
@@ -415,17 +415,17 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
             restarts[0] = count
             if words := _restarted(sweep, restart):
                 sys.stderr.write(f"training: {words}\n")
-        if restart and (words := restart.passed_over) not in told:
-            told.append(words)
+        if restart and (words := restart.passed_over) not in warned:
+            warned.append(words)
             sys.stderr.write(
                 f"warning: a checkpoint cannot be used, and its work is done again: {words}\n"
             )
         metrics = read_metrics(files.metrics_file)
         notes = list(_notes(sweep))
         if now.waiting:
-            old[:] = metrics.steps[-1:]
-        done = files.epochs_done(metrics, has_ended=metrics.steps[-1:] == old)
-        if done and metrics.steps[-1:] == old and _starts_over(sweep):
+            before_wait[:] = metrics.steps[-1:]
+        done = files.epochs_done(metrics, has_ended=metrics.steps[-1:] == before_wait)
+        if done and metrics.steps[-1:] == before_wait and _starts_over(sweep):
             notes.append(f"nothing of {round(done, 1):g} epochs that were trained is kept")
             metrics = Metrics([], [], 0)
             done = 0.0

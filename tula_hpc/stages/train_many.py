@@ -167,13 +167,13 @@ class Trainings:
 
     def _describe(self, label: str, failure: JobFailure) -> str:
         kind = failure.kind or Failure.BUG
-        said = f"{kind.value.replace('_', ' ')}: {failure.detail}"
+        failed = f"{kind.value.replace('_', ' ')}: {failure.detail}"
         # with the spec of the training's column, which may have other epochs
-        there = self.sweep._replace(spec=self.jobs[label].sweep)
-        advice = time_limit_advice(there, label, failure)
+        column = self.sweep._replace(spec=self.jobs[label].sweep)
+        advice = time_limit_advice(column, label, failure)
         if not advice:
-            return said
-        return f"{said}; {advice}"
+            return failed
+        return f"{failed}; {advice}"
 
     def _refuse_hopeless(self, outcome: Settled) -> None:
         """Stop if no training has logged a step and the failure would end all of them."""
@@ -181,8 +181,8 @@ class Trainings:
             return
         kind, job_id = outcome.failure.kind, outcome.end.job.job_id
         if kind is Failure.DEVICE_FAILED and outcome.next_step is NextStep.GIVE_UP:
-            told = why_given_up(self.run_directory.events(), job_id, unix_time())
-            raise StageError(f"train: {told}")
+            reason = why_given_up(self.run_directory.events(), job_id, unix_time())
+            raise StageError(f"train: {reason}")
         history, since = self.run_directory.history(), self.sweep.started_at
         over = sum(history.attempts(label, since) for label in self.jobs) - len(self.running)
         if kind in (Failure.BUG, Failure.BAD_INPUT) and over >= STUDY_ATTEMPTS:
