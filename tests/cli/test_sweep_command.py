@@ -1070,7 +1070,7 @@ def test_a_dry_run_refuses_what_fits_nowhere_as_the_sweep_would(
     assert main([str(sweep_file), "--cluster", str(cluster), "--dry-run", *TRIED, *small]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.splitlines()[-1].startswith("no batch fits into memory: by an estimate a worker has ")
+    assert said.err.splitlines()[-1].startswith("no batch fits into memory: by an estimate a worker uses ")
 
 
 def test_a_dry_run_where_the_data_are_not_keeps_to_what_fits_as_the_sweep_would_where_they_are(

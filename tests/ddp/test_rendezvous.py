@@ -331,7 +331,7 @@ def test_rank_0_says_which_ports_are_all_taken(job: WorkerEnvironment, stack: Ex
 
 def test_rank_0_says_who_did_not_come(job: WorkerEnvironment) -> None:
     came = begin(job, ranks=[1])[0]
-    with pytest.raises(MeetingError, match=r"^1 of 3 workers did not come to rank 0 at .* within 1 s, rank 2 for one"):
+    with pytest.raises(MeetingError, match=r"^1 of 3 workers did not come to rank 0 at .* 1 s, for example rank 2"):
         meet(job, timedelta(seconds=1))
     assert all(worker.result(timeout=60) for worker in [*begin(job, ranks=[0, 2]), came])
 
@@ -393,5 +393,5 @@ def test_an_interface_that_a_node_lacks_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     check_interfaces()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,ib9")
-    with pytest.raises(InputError, match=r"^environment\.GLOO_SOCKET_IFNAME: ib9 is no network .*; it has .*\blo\b"):
+    with pytest.raises(InputError, match=r"^environment\.GLOO_SOCKET_IFNAME: .* has no .*ib9, only .*\blo\b"):
         check_interfaces()

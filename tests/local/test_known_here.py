@@ -126,7 +126,7 @@ def test_what_is_trained_is_what_was_measured(tmp_path: Path) -> None:
     failed = sweep(tmp_path, doubled, "--set", "search.estimate=false")
     assert (failed.returncode, jobs(tmp_path, "train")) == (1, 1)
     assert (
-        "warning: mine.py changed since the measurements; if the model did, too, the training's job refuses it"
+        "warning: mine.py changed since the measurements; if that changed the model, the training's job refuses it"
         in failed.stderr
     )
     assert f"what would be trained now is not what was measured: the model has {now:,} parameters" in failed.stderr

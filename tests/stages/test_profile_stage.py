@@ -207,10 +207,8 @@ def test_where_no_batch_fits_nothing_is_submitted_unless_the_estimate_is_not_wan
     with pytest.raises(InputError) as refused:
         profile_stage(sweep)
     sentence, end = str(refused.value).splitlines()
-    assert "a worker has 3.0 GiB before any batch and 4.0 GiB with the smallest local batch, 32" in sentence
-    assert (
-        "and 1.5 GiB are allowed (memory_gb = 1 of the cluster file, less memory_margin); raise memory_gb" in sentence
-    )
+    assert "a worker uses 3.0 GiB before any batch and 4.0 GiB with the smallest local batch, 32" in sentence
+    assert "but only 1.5 GiB are allowed (memory_gb = 1 of the cluster file, less memory_margin); raise" in sentence
     assert "workload.zero_stage = 1; search.estimate = false tries it all the same" in sentence
     assert end == "Nothing was submitted."
     assert not submitted
@@ -218,7 +216,7 @@ def test_where_no_batch_fits_nothing_is_submitted_unless_the_estimate_is_not_wan
     assert none_fits(part_with_limit(tmp_path, estimate=False), TOO_LARGE) == ""
     small_states = {"parameter_bytes": 1, "beside_bytes": 0, "host_baseline_bytes": 1024**3}
     said = none_fits(sweep, TOO_LARGE.model_copy(update=small_states))
-    assert "has 1.0 GiB before any batch (1.0 GiB of it interpreter and libraries) and 3.0 GiB with" in said
+    assert "uses 1.0 GiB before any batch (1.0 GiB of it interpreter and libraries) and 3.0 GiB with" in said
     assert "lower search.min_batch" in said
     append_record(sweep.run.profile / "n1.jsonl", measurement(Configuration(1, 1, 32)))
     assert none_fits(sweep, TOO_LARGE) == "", "it did fit"
@@ -249,7 +247,7 @@ def test_where_every_configuration_ran_out_of_memory_one_sentence_says_so(tmp_pa
     sweep = part_with_limit(tmp_path, cluster_sizes=[1], min_batch=32, max_batch=64, estimate=False)
     for batch in (32, 64):
         append_record(sweep.run.profile / "n1.jsonl", oom(Configuration(1, 1, batch)))
-    words = r"^profile: no batch fits into memory: N=1 b=32 \(B=32\), the smallest that was tried, ran out of its limit"
+    words = r"^profile: no batch fits into memory: N=1 b=32 \(B=32\), the smallest that was tried, exceeded its limit"
     with pytest.raises(StageError, match=rf"{words} of 1\.0 GiB for a worker \(memory_gb = 1 .*; raise memory_gb"):
         profile_stage(sweep)
     assert out_of_memory(sweep.run) == ["N=1 b=32 (B=32)", "N=1 b=64 (B=64)"]

@@ -137,7 +137,7 @@ def test_a_script_that_names_no_way_for_several_workers_is_warned_of_before_any_
     try_before_jobs(Sweep(spec, cluster, RunDirectory(tmp_path / "run").create()))
     said = capsys.readouterr().err
     assert ("train.py does not seem to use DistributedDataParallel" in said) is (remedy is not None)
-    assert remedy is None or said.endswith(f" for one worker alone set {remedy}\n")
+    assert remedy is None or said.endswith(f" to use a single worker, set {remedy}\n")
 
 
 class Rehearsals:
@@ -219,8 +219,8 @@ def test_changed_code_of_the_same_model_is_a_warning(trials: Rehearsals, capsys:
     assert "warning: net.py changed since the measurements; model and data are the same\n" in capsys.readouterr().err
     trials.command(estimate=False)
     assert (
-        "net.py changed since the measurements; if the model did, too, the training's job refuses it: undo that, or "
-        "measure it with another --run-dir\n" in capsys.readouterr().err
+        "net.py changed since the measurements; if that changed the model, the training's job refuses it: undo it, or "
+        "measure again with another --run-dir\n" in capsys.readouterr().err
     )
 
 

@@ -202,10 +202,10 @@ def test_a_log_has_no_line_more_often_than_an_epoch_and_a_minute_and_keeps_the_l
     (line,) = told(3, 60.0)
     assert "3 of 10 epochs done, 1 running, 64.5 % test accuracy" in line
     (line,) = told(11.5, 60.0)
-    assert "; the script goes on after workload.epochs of workload.samples: one of the two is too small, or it" in line
+    assert "; the script goes on after workload.epochs epochs of workload.samples samples: one of the two" in line
     assert len(told(3.1, 1.0, running=0)) == 1, "a change of the jobs is told at once"
     (line,) = told(4, 90.0, samples=128)
-    assert line.endswith("now than in its profile: the plan is of steps of 64 samples")
+    assert line.endswith("now than in its profile: the plan is made for steps of 64 samples")
 
 
 def test_the_time_that_profiling_takes_follows_from_what_was_measured() -> None:

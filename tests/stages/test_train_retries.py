@@ -239,7 +239,7 @@ def test_while_a_script_waits_only_what_is_kept_counts_as_done(
     tick(JobsNow(0, "1 waiting", 1))
     # its job has begun, its script has not
     tick(JobsNow(1, "1 running"))
-    lost = [] if is_kept else [f"nothing of {STEP.epoch:g} epochs that were trained is kept"]
+    lost = [] if is_kept else [f"nothing of the {STEP.epoch:g} epochs trained so far is kept"]
     assert told == [(STEP.epoch, []), *2 * [(STEP.epoch / 4 if is_kept else 0.0, lost)]]
 
 
@@ -252,7 +252,7 @@ def test_a_diverged_training_is_told_the_way_to_another(monkeypatch: pytest.Monk
         return Failure.DIVERGED
 
     _, error = train(monkeypatch, tmp_path, end_of)
-    assert error.startswith(f"train: lower workload.lr; then move {run.root / 'train'} away, which holds what diverged")
+    assert error.startswith(f"train: lower workload.lr; then move {run.root / 'train'} away, the diverged training")
 
 
 def test_a_metric_of_a_script_that_matches_nothing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +334,7 @@ def test_killed_again_and_again_at_the_same_place_is_given_up(
     assert [line.partition(" (")[0] for line in said] == [
         f"training: job {job} ended without a result" for job in (1, 2)
     ]
-    assert all("; another one trains on, from the start; to stop for good end this command" in s for s in said)
+    assert all("; another job goes on from the start; to stop for good, end this command" in s for s in said)
     assert error.startswith("train: killed in job 3")
 
 
@@ -451,8 +451,8 @@ def test_the_end_of_requeues_is_said_in_the_trainings_own_words(
 ) -> None:
     scheduler, error = train(monkeypatch, tmp_path, used_up)
     assert scheduler.jobs == 1
-    said = f"train: {SENTENCE}, the last time in job 1; all that was done is saved, and goes on with the same command"
-    assert error == f"{said}; a larger train_minutes in the cluster file (now 1440) takes fewer restarts"
+    said = f"train: {SENTENCE}, the last time in job 1; all work is saved, and the same command continues it"
+    assert error == f"{said}; a larger train_minutes in the cluster file (now 1440) needs fewer restarts"
     ended = next(event for event in scheduler.run.events() if event.event == "ended")
     assert ended.failure is Failure.PREEMPTED
 
@@ -488,7 +488,7 @@ def test_nor_does_a_study_try_again(
     job = TrainJob(SPEC, ClusterSpec(), CHOSEN.configuration, run.root, "a")
     failures = Trainings(Sweep(SPEC, ClusterSpec(), run, unix_time()), [job]).run(stage_progress("train"))
     assert scheduler.jobs == 1
-    advice = "a larger train_minutes in the cluster file (now 1440) takes fewer restarts"
+    advice = "a larger train_minutes in the cluster file (now 1440) needs fewer restarts"
     assert failures == {"a": f"preempted: {SENTENCE}; {advice}"}
 
 

@@ -79,7 +79,7 @@ def check_interfaces() -> None:
     for wanted in filter(None, socket_interface("gloo").split(",")):
         if wanted not in present:
             raise InputError(
-                f"{wanted} is no network interface of {socket.gethostname()}; it has {', '.join(present)}",
+                f"{socket.gethostname()} has no network interface {wanted}, only {', '.join(present)}",
                 key="environment.GLOO_SOCKET_IFNAME",
             )
 
@@ -116,7 +116,7 @@ def pick_device(cluster: ClusterSpec, local_rank: int) -> torch.device:
             )
         raise InputError(
             f'"cuda", but torch sees no GPU on {os.uname().nodename}: {_why_no_gpu()}; '
-            'where there are only CPUs, set device = "cpu"',
+            'if there are only CPUs, set device = "cpu"',
             key="device",
         )
     count = torch.cuda.device_count()
@@ -124,7 +124,7 @@ def pick_device(cluster: ClusterSpec, local_rank: int) -> torch.device:
         raise DeviceError(f"Slurm granted {granted_gpus()} GPUs, but torch sees only {count}")
     # if Slurm binds each task to one GPU, every task sees just that GPU
     if local_rank >= count and (cluster.executor == "local" or count > 1):
-        message = f"each worker needs a GPU of its own, and {os.uname().nodename} shows {count} to more of them"
+        message = f"each worker needs a GPU of its own, but {os.uname().nodename} has more workers than GPUs ({count})"
         raise InputError(
             f"{message}; see workers_per_node, search.cluster_sizes and gres", key="device"
         )

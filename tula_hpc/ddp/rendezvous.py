@@ -194,7 +194,7 @@ class _Door:
         where = f"rank 0 at {_host(self.env)}:{self.socket.getsockname()[1]}"
         waited = f"within {patience.total_seconds():.0f} s"
         count = f"{len(absent)} of {self.env.world_size} workers did not come to {where} {waited}"
-        return f"{count}, rank {absent[0]} for one; its own log may say why"
+        return f"{count}, for example rank {absent[0]}; its own log may say why"
 
     def _serve(self) -> None:
         while True:
@@ -315,7 +315,7 @@ def _find(env: WorkerEnvironment, secret: bytes, ends: float, patience: timedelt
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
     raise MeetingError(
         f"rank {env.rank} did not find rank 0 of job {env.job_id} at {_host(env)} on {_named(ports)} within "
-        f"{patience.total_seconds():.0f} s: rank 0 has ended, which its own log may explain, or a firewall is between"
+        f"{patience.total_seconds():.0f} s: rank 0 has ended (its own log may say why), or a firewall is in between"
     )
 
 
@@ -385,7 +385,7 @@ def _listen(env: WorkerEnvironment) -> socket.socket:
             why = str(error)
     asked = ""
     if env.master_port:
-        asked = "; MASTER_PORT asks for that one: without it another is taken"
+        asked = "; MASTER_PORT asks for this port, and without it another one is taken"
     raise MeetingError(f"rank 0 cannot listen at {_host(env)} on {_named(ports)}{asked}: {why}")
 
 

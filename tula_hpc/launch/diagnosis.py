@@ -380,7 +380,7 @@ _KINDS = (
     ),
     _Kind("MaxMemPerLimit", "asks for more memory than its partition allows", stuck=True),
     _Kind("DeadLine", "it cannot end before its deadline", stuck=True),
-    _Kind("BadConstraints", "no node is as it asks for", stuck=True),
+    _Kind("BadConstraints", "no node has what it asks for", stuck=True),
     _Kind(
         "(Invalid|AccountNotAllowed|QOSNotAllowed).*",
         "its account or QOS may not be used here",
@@ -403,7 +403,7 @@ _KINDS = (
     _Kind("(QOS|Max).*(PerAccount|PA).*", "other jobs of its account fill a limit"),
     _Kind("QOSGrp.*|QOS.*Limit", "other jobs of its QOS fill a limit"),
     _Kind("AssocGrp.*|AssocMax.*|Association.*Limit", "other jobs of its account fill a limit"),
-    _Kind("Licenses", "licences have to become free"),
+    _Kind("Licenses", "licenses have to become free"),
     _Kind("BurstBuffer.*", "the burst buffer has to become free"),
     _Kind("Cleaning|Prolog", "the nodes are getting ready"),
     _Kind(

@@ -238,7 +238,7 @@ def avoid_host(array_id: str, task_id: str, host: str, timeout_s: float) -> None
     # (null) if no host is excluded; without the field, hosts excluded before would be forgotten
     excluded = _shown_fields(task_id, timeout_s).get("ExcNodeList")
     if excluded is None:
-        raise LaunchError(f"scontrol does not say which nodes job {task_id} is kept off")
+        raise LaunchError(f"scontrol does not say which nodes are excluded for job {task_id}")
     hosts = host if excluded == "(null)" else f"{excluded},{host}"
     command = ["scontrol", "update", f"JobId={array_id}", f"ExcNodeList={hosts}"]
     run_command(command, timeout_s)

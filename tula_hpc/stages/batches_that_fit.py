@@ -120,9 +120,9 @@ def _why_none_fits(part: Sweep, footprint: Footprint) -> str:
     value = getattr(part.cluster, key)
     source = "the limit" if value is None else f"{key} = {value:g} of the cluster file"
     return (
-        f"no batch fits into memory{where}: by an estimate a worker has {format_bytes(before)} "
+        f"no batch fits into memory{where}: by an estimate a worker uses {format_bytes(before)} "
         f"before any batch{libraries} and {format_bytes(needed)} with the smallest local batch, {smallest}, "
-        f"and {format_bytes(limit)} are allowed ({source}, less memory_margin); {advice}; "
+        f"but only {format_bytes(limit)} are allowed ({source}, less memory_margin); {advice}; "
         "search.estimate = false tries it all the same"
     )
 
@@ -146,7 +146,7 @@ def only_out_of_memory(sweep: Sweep) -> str:
     where = f" on {smallest.partition}" if smallest.partition else ""
     return (
         f"no batch fits into memory: {smallest.configuration}{where}, the smallest that was tried, "
-        f"ran out of its limit{allowed}; {advice}"
+        f"exceeded its limit{allowed}; {advice}"
     )
 
 

@@ -13,7 +13,7 @@ from tula_hpc.records import Measurement, Plan, RunDirectory, refuse_several, wr
 from tula_hpc.stages.context import Sweep
 
 MADE_AGAIN = "is missing: it is made again from the measurements"
-AS_BEGUN = "the training began with it; why is lost with the plan of then"
+AS_BEGUN = "the training began with it; why it was chosen was lost with the former plan"
 
 
 def plan_stage(sweep: Sweep) -> Plan:
@@ -38,7 +38,7 @@ def plan_stage(sweep: Sweep) -> Plan:
             raise
         again = command_line("plan", str(sweep.run.root), "--set", "objective.KEY=VALUE", "--write")
         raise ConstraintsError(
-            f"{error}\nOther constraints, over the same measurements: {again}"
+            f"{error}\nTo try other constraints with the same measurements: {again}"
         ) from None
     if is_plan_lost(sweep.run):
         plan = _as_begun(plan, sweep.run)

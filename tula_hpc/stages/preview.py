@@ -98,7 +98,7 @@ def _ask_slurm(scripts: Sequence[Script]) -> None:
         sys.stdout.write("Slurm was not asked: sbatch is not on PATH\n")
         return
     refused = 0
-    sys.stdout.write("Slurm, if they were submitted now (sbatch --test-only):\n")
+    sys.stdout.write("Slurm's answers if they were submitted now (sbatch --test-only):\n")
     for script in scripts:
         try:
             answer = re.sub(r"^Job \d+ to start", "could start", could_start(script.text))

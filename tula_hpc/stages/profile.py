@@ -56,7 +56,7 @@ from tula_hpc.stages.context import (
 NOTHING = "Nothing was submitted."
 OTHER_ARGUMENTS = (
     "If workload.arguments have to change for that, give the sweep another name, or another "
-    "--run-dir: what is measured by now ran with these."
+    "--run-dir: what has been measured so far ran with the present ones."
 )
 # failures after which every job fails until the user has acted
 FOR_THE_USER = (Failure.BAD_INPUT, Failure.NO_SPACE)
@@ -303,9 +303,9 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
     for end in ended:
         if end.failure is Failure.CANCELLED:
             sys.stderr.write(
-                f"profiling: job {end.job.job_id} was cancelled, {BY_HAND}; another measures what "
-                "is left of it; to stop for good end this command (Ctrl-C), which says how to "
-                "cancel it\n"
+                f"profiling: job {end.job.job_id} was cancelled, {BY_HAND}; another job measures the "
+                "rest; to stop for good, end this command with Ctrl-C: it then says how to cancel "
+                "the job\n"
             )
     dead = [end for end in ended if _record_end(part, submitted[end.job.job_id], end)]
     mended = {j.job_id for j in submitted.values() if j.submitted_at < part.started_at}

@@ -166,8 +166,8 @@ def try_before_jobs(sweep: Sweep) -> bool:
     if slurm_job_id() is not None:
         return True
     if not is_tried(sweep.spec, sweep.cluster):
-        refused = "if the model did, too, the training's job refuses it"
-        warn_of_sources(sweep, f"{refused}: undo that, or measure it with another --run-dir")
+        refused = "if that changed the model, the training's job refuses it"
+        warn_of_sources(sweep, f"{refused}: undo it, or measure again with another --run-dir")
         if sweep.spec.study is None and not sweep.run.measurements().records:
             _warn_of_lone_workers(sweep.spec, sweep.cluster)
         return True
@@ -252,7 +252,7 @@ def _warn_of_lone_workers(spec: SweepSpec, cluster: ClusterSpec) -> None:
         sys.stderr.write(
             f"warning: {printable(work.script_name)} does not seem to use DistributedDataParallel "
             "where WORLD_SIZE is above 1: if so, profiles of several workers are refused, after "
-            f"those of one; for one worker alone set {alone}\n"
+            f"those of one; to use a single worker, set {alone}\n"
         )
 
 

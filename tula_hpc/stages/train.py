@@ -137,8 +137,8 @@ def _going_on(sweep: Sweep, outcome: Settled) -> str:
     elif not (sweep.spec.workload.goes_on or sweep.run.train().newest_checkpoint):
         how = "from the start"
     return (
-        f"job {outcome.end.job.job_id} ended without a result ({first_line(ended)}); another one "
-        f"trains on, {how}; to stop for good end this command (Ctrl-C), which says how to cancel it"
+        f"job {outcome.end.job.job_id} ended without a result ({first_line(ended)}); another job "
+        f"goes on {how}; to stop for good, end this command with Ctrl-C: it then says how to cancel"
     )
 
 
@@ -272,8 +272,8 @@ def _why_given_up(sweep: Sweep, outcome: Settled) -> str:
     advice = time_limit_advice(sweep, MAIN_LABEL, failure)
     if failure.stop is StopReason.REQUEUES_EXHAUSTED:
         return (
-            f"{failure.detail}, the last time in job {job_id}; all that was done is saved, and goes "
-            f"on with the same command; {advice}"
+            f"{failure.detail}, the last time in job {job_id}; all work is saved, and the same "
+            f"command continues it; {advice}"
         )
     if failure.stop is StopReason.LIMIT_IN_VAIN:
         return (
@@ -283,7 +283,7 @@ def _why_given_up(sweep: Sweep, outcome: Settled) -> str:
     if failure.kind is Failure.DIVERGED and sweep.run.has_trained():
         folder = sweep.run.root / "train"
         return (
-            f"{failure.detail}; then move {folder} away, which holds what diverged, and run the same "
+            f"{failure.detail}; then move {folder} away, the diverged training, and run the same "
             "command again: it trains anew over the same measurements"
         )
     if failure.kind is Failure.DEVICE_FAILED:
@@ -309,7 +309,7 @@ def time_limit_advice(sweep: Sweep, label: str, failure: JobFailure) -> str:
         whole_s = left_s * epochs / (epochs - seen)
         limit += f"; {plural(epochs, 'epoch')} take {format_duration(whole_s)} at this pace"
     key = f"train_minutes in the cluster file ({limit})"
-    return f"a larger {key} takes fewer restarts" if is_used_up else f"raise {key}"
+    return f"a larger {key} needs fewer restarts" if is_used_up else f"raise {key}"
 
 
 def next_candidate(plan: Plan, run: RunDirectory, max_fallbacks: int) -> Candidate:
@@ -426,7 +426,7 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
             before_wait[:] = metrics.steps[-1:]
         done = files.epochs_done(metrics, has_ended=metrics.steps[-1:] == before_wait)
         if done and metrics.steps[-1:] == before_wait and _starts_over(sweep):
-            notes.append(f"nothing of {round(done, 1):g} epochs that were trained is kept")
+            notes.append(f"nothing of the {round(done, 1):g} epochs trained so far is kept")
             metrics = Metrics([], [], 0)
             done = 0.0
         shown = [f"{round(done, 1):g} of {plural(epochs, 'epoch')} done", now.text]
@@ -449,14 +449,14 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
 def _off_plan(metrics: Metrics, done: float, epochs: int) -> Iterator[str]:
     if done > MANY_EPOCHS * epochs:
         yield (
-            "the script goes on after workload.epochs of workload.samples: one of the two is too "
-            "small, or it trains its model again, which is not planned"
+            "the script goes on after workload.epochs epochs of workload.samples samples: one of the "
+            "two keys is too small, or it trains its model again, which is not planned"
         )
     planned = metrics.epochs[-1].global_batch if metrics.epochs else math.inf
     if samples_a_step(metrics.steps) > MUCH_MORE * planned:
         yield (
-            "the script takes more forward passes for a step now than in its profile: the plan is of "
-            f"steps of {planned:,} samples"
+            "the script takes more forward passes for a step now than in its profile: the plan is "
+            f"made for steps of {planned:,} samples"
         )
 
 
