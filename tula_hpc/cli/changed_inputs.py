@@ -57,7 +57,7 @@ def changes_of(path: Path, inputs: SweepSpec | ClusterSpec) -> Changes:
     defaults = _keys(freeze(_filled(path, inputs))) if old else {}
     every = sorted((old.keys() | new.keys()) - GONE.keys())
     differing = (key for key in every if old.get(key, defaults.get(key)) != new.get(key))
-    return {key: _told(key, old.get(key, NOT_SET), new.get(key, NOT_SET)) for key in differing}
+    return {key: _shown(key, old.get(key, NOT_SET), new.get(key, NOT_SET)) for key in differing}
 
 
 def _filled(path: Path, inputs: SweepSpec | ClusterSpec) -> SweepSpec | ClusterSpec:
@@ -71,7 +71,7 @@ def _filled(path: Path, inputs: SweepSpec | ClusterSpec) -> SweepSpec | ClusterS
         return type(inputs)(name=inputs.name)
 
 
-def _told(key: Key, was: Any, now: Any) -> tuple[Any, Any]:
+def _shown(key: Key, was: Any, now: Any) -> tuple[Any, Any]:
     from tula_hpc.config import is_hidden
 
     if not is_hidden(key):

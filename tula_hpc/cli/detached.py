@@ -104,8 +104,8 @@ def _refuse_if_cancelled() -> None:
 def _hand_over(sweep: Sweep, jobs: Sequence[Submitted], until: str) -> None:
     _refuse_if_cancelled()
     # there is one if Slurm requeued this controller after it had submitted the next one
-    there, _ = _on_duty(sweep)
-    controller = there[0] if there else _submit_controller(sweep, jobs, until)
+    active, _ = _on_duty(sweep)
+    controller = active[0] if active else _submit_controller(sweep, jobs, until)
     what = f"{len(jobs)} jobs are" if len(jobs) > 1 else f"job {jobs[0].job_id} is"
     print(
         f"detached: job {controller.job_id} carries on when {what} over; see {sweep.run.status_command}"
@@ -136,17 +136,17 @@ def _post_guard(sweep: Sweep, controller: Submitted, until: str) -> str:
         LaunchError: The scheduler refuses. A guard that waits for an earlier controller then starts
             when that is over, and puts things right.
     """
-    _, idle = _on_duty(sweep)
-    if not idle:
+    _, guards = _on_duty(sweep)
+    if not guards:
         return _submit_controller(sweep, [controller], until, GUARD).job_id
-    slurm.let_follow(idle[0].job_id, controller.job_id)
-    return idle[0].job_id
+    slurm.let_follow(guards[0].job_id, controller.job_id)
+    return guards[0].job_id
 
 
 def controllers(sweep: Sweep) -> list[Submitted]:
     """Return the controller jobs that are not over, except the present job; guards last."""
-    there, idle = _on_duty(sweep)
-    return [*there, *idle]
+    active, guards = _on_duty(sweep)
+    return [*active, *guards]
 
 
 def _on_duty(sweep: Sweep) -> tuple[list[Submitted], list[Submitted]]:
@@ -230,11 +230,11 @@ def look_on(sweep: Sweep) -> None:
     Raises:
         StageError: The controllers failed, or are gone.
     """
-    there = controllers(sweep) if sweep.run.history().unsettled(CONTROL) else []
-    if not there or _is_wanted_here(there[0]):
+    active = controllers(sweep) if sweep.run.history().unsettled(CONTROL) else []
+    if not active or _is_wanted_here(active[0]):
         return
     print(
-        f"detached: controller job {there[0].job_id} carries this sweep on, and this command waits "
+        f"detached: controller job {active[0].job_id} carries this sweep on, and this command waits "
         "for the end; --take-over carries on here instead",
         flush=True,
     )
@@ -261,11 +261,11 @@ def _wait_for_controllers(sweep: Sweep) -> None:
     started, missed = time.monotonic(), 0
     with stage_progress("detached") as progress:
         while missed < limits.gone_polls:
-            there = controllers(sweep)
-            missed = 0 if there else missed + 1
-            if there:
+            active = controllers(sweep)
+            missed = 0 if active else missed + 1
+            if active:
                 now = sweep.launcher.jobs_now(jobs_on_record(sweep.run, "profile", "train"))
-                _show(sweep, progress, now, f"controller job {there[0].job_id} is next")
+                _show(sweep, progress, now, f"controller job {active[0].job_id} is next")
             time.sleep(limits.pause_s(time.monotonic() - started, missed=missed > 0))
 
 

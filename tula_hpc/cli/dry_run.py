@@ -74,11 +74,11 @@ def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Pr
         tried = try_dry(sweep)
         begun = [_beginning(part, tried) for part in parts_of(sweep)]
     lines = [head, *_container(sweep), *_on_their_way(sweep)]
-    said = [none_fits(each.part, each.estimate and each.estimate.footprint) for each in begun]
-    if said and all(said):
-        raise InputError("\n".join(said))
-    lines += filter(None, said)
-    begun = [each for each, words in zip(begun, said, strict=True) if not words]
+    refusals = [none_fits(each.part, each.estimate and each.estimate.footprint) for each in begun]
+    if refusals and all(refusals):
+        raise InputError("\n".join(refusals))
+    lines += filter(None, refusals)
+    begun = [each for each, words in zip(begun, refusals, strict=True) if not words]
     lines += [line for beginning in begun for line in _profiling(beginning)]
     scripts = [script for each in begun for script in _profile_scripts(each.part, each.waves)]
     chosen = None if any(each.waves for each in begun) else _chosen(sweep)

@@ -98,7 +98,7 @@ def check_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> None:
 
 
 # folders of a run that its jobs write to
-ROOMS = {"profile", "slurm", "train"}
+FOLDERS = {"profile", "slurm", "train"}
 
 
 def _refuse_other_folder(run: RunDirectory) -> None:
@@ -108,7 +108,7 @@ def _refuse_other_folder(run: RunDirectory) -> None:
         if words := lost_inputs(run):
             raise RunDirectoryError(words)
         words = "is not empty and not a run directory; choose another --run-dir"
-        if {path.name for path in run.root.iterdir()} <= ROOMS:
+        if {path.name for path in run.root.iterdir()} <= FOLDERS:
             words = (
                 "holds the rest of a run that was deleted, perhaps written by one of its jobs that "
                 "still runs (squeue shows it): cancel that job, delete the folder, and run the same "
@@ -188,9 +188,9 @@ def _locked_for_others(run: RunDirectory) -> Iterator[None]:
         try:
             stack.enter_context(run.locked())
         except RunDirectoryError as error:
-            beside = "another name or --run-dir makes a run of its own"
+            remedy = "another name or --run-dir makes a run of its own"
             raise RunDirectoryError(
-                f"{error}; your inputs differ from its inputs: {beside}"
+                f"{error}; your inputs differ from its inputs: {remedy}"
             ) from None
         yield
 
@@ -260,7 +260,7 @@ def _take_over(run: RunDirectory, path: Path, inputs: SweepSpec | ClusterSpec) -
 def _is_fresh(root: Path) -> bool:
     """Tell whether a folder is empty, or holds only what an interrupted command left."""
     return all(
-        path.name.startswith(".sweep.toml.") or (path.name in ROOMS and not any(path.iterdir()))
+        path.name.startswith(".sweep.toml.") or (path.name in FOLDERS and not any(path.iterdir()))
         for path in root.iterdir()
     )
 
@@ -416,7 +416,7 @@ def say_interrupted(sweep: Sweep, until: str) -> None:
             sys.stderr.write("no controller job is left: nothing goes on unattended\n")
     if jobs:
         cancel = sweep.launcher.executor.cancel_command(jobs)
-        told = f" ({states})" if states else ""
-        sys.stderr.write(f"jobs are left as they are{told}{unless}; to cancel them: {cancel}\n")
+        shown = f" ({states})" if states else ""
+        sys.stderr.write(f"jobs are left as they are{shown}{unless}; to cancel them: {cancel}\n")
     else:
         sys.stderr.write("no job is left\n")

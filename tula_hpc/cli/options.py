@@ -93,7 +93,7 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
     except InputError as error:
         spec, cluster = _load_without_paths(options, error)
         missing = str(error)
-    _tell_idle(options, spec, cluster)
+    _warn_of_idle_keys(options, spec, cluster)
     for key, why in dict.fromkeys((*hidden_peers(cluster), *loaders_without_cores(spec, cluster))):
         file = options.sweep if key.startswith("workload.") else options.cluster or "cluster"
         sys.stderr.write(f"warning: {file}: {key}: {why}\n")
@@ -110,7 +110,7 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
     return spec, cluster
 
 
-def _tell_idle(options: argparse.Namespace, spec: SweepSpec, cluster: ClusterSpec) -> None:
+def _warn_of_idle_keys(options: argparse.Namespace, spec: SweepSpec, cluster: ClusterSpec) -> None:
     """Warn of given keys that have no effect."""
     from tula_hpc.config import idle_cluster_keys, idle_keys, idle_reference
 
@@ -192,9 +192,9 @@ def _load_without_paths(
     modules = [name.partition(":")[0] for name in own]
     lacking = [module for module in modules if not find_source(module)]
     # `mistake` already says where these files are, or how to write their names
-    beside = (module_files(options.sweep.parent, module) for module in lacking)
+    next_to_sweep = (module_files(options.sweep.parent, module) for module in lacking)
     files = (module.removesuffix(".py") for module in lacking if module.endswith(".py"))
-    if any(beside) or any(map(find_source, files)):
+    if any(next_to_sweep) or any(map(find_source, files)):
         raise mistake from None
     if not lacking and not _lacks_only_data(options):
         raise mistake from None
@@ -271,9 +271,9 @@ def run_root(options: argparse.Namespace, spec: SweepSpec) -> Path:
     root = Path(options.run_dir or usual)
     run = RunDirectory(root)
     run.check_name()
-    there = next(path for path in (run.root, *run.root.parents) if os.path.lexists(path))
-    if not there.is_dir():
-        raise RunDirectoryError("is not a folder; use another --run-dir", source=there)
+    existing = next(path for path in (run.root, *run.root.parents) if os.path.lexists(path))
+    if not existing.is_dir():
+        raise RunDirectoryError("is not a folder; use another --run-dir", source=existing)
     earlier = options.sweep.parent / usual
     if options.run_dir is None and not root.exists() and (earlier / run.sweep_file.name).exists():
         sys.stderr.write(

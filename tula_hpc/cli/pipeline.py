@@ -54,7 +54,7 @@ SUMMARY_WIDTH = 140
 # a larger plan.json is refused by whatever reads it
 MOST_PLAN_BYTES = 64 * 1024**2
 # failed trainings that are named one by one
-SAID = 5
+NAMED_FAILURES = 5
 # columns that may be left out; the one with the largest number goes first
 SPARE = {"memory per worker": 4, "against prediction": 3, "measured": 2, "steps": 1}
 # least widths of columns whose cells may be wrapped
@@ -278,8 +278,8 @@ def _cost(sweep: Sweep, plan: Plan, bill: TrainingBill | None) -> str:
 
 def _price_s(plan: Plan, partition: str) -> float:
     """Return the plan's price of a node-second on a partition; if unknown, on the chosen one."""
-    there = [plan.chosen, *(item for item in plan.candidates if item.finite_cost)]
-    priced = next((item for item in there if item.partition == partition), plan.chosen)
+    known = [plan.chosen, *(item for item in plan.candidates if item.finite_cost)]
+    priced = next((item for item in known if item.partition == partition), plan.chosen)
     node_seconds = priced.nodes * priced.wall_time_s
     return priced.cost / node_seconds if node_seconds else 0.0
 
@@ -464,7 +464,7 @@ def report_study(run: RunDirectory) -> int:
 
 def _describe(failures: Mapping[str, str]) -> str:
     lines = [f"study: {plural(len(failures), 'training')} without a result:"]
-    lines += [f"  {label}: {why}" for label, why in list(failures.items())[:SAID]]
-    if len(failures) > SAID:
-        lines.append(f"  and {len(failures) - SAID} more")
+    lines += [f"  {label}: {why}" for label, why in list(failures.items())[:NAMED_FAILURES]]
+    if len(failures) > NAMED_FAILURES:
+        lines.append(f"  and {len(failures) - NAMED_FAILURES} more")
     return "\n".join(lines)

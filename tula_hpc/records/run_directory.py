@@ -104,7 +104,7 @@ class TrainDirectory:
 MAX_SAMPLED_BYTES = 32 * 1024**2
 
 
-def _check_room(folder: Path) -> None:
+def _check_folder(folder: Path) -> None:
     """Refuse a folder of a run in which others may have put files for this user to execute."""
     with contextlib.suppress(FileNotFoundError):
         if reason := mistrust(folder):
@@ -150,14 +150,14 @@ class RunDirectory:
             OSError: One of them cannot be made.
         """
         self.check_name()
-        self._refuse_unsafe_way()
+        self._refuse_unsafe_path()
         make_private(self.root)
         self.check_owner()
         self.root.chmod(0o700)
         for room in self._rooms:
             if room != self.report:
                 room.mkdir(mode=0o700, exist_ok=True)
-            _check_room(room)
+            _check_folder(room)
         return self
 
     @property
@@ -245,7 +245,7 @@ class RunDirectory:
         Raises:
             RunDirectoryError: The directory is not safe to use.
         """
-        self._refuse_unsafe_way()
+        self._refuse_unsafe_path()
         status = self.root.stat()
         if status.st_uid != os.geteuid():
             message = f"belongs to user id {status.st_uid}, not to you; use another --run-dir"
@@ -254,7 +254,7 @@ class RunDirectory:
             message = "others may write to it, and its pickles are executed; chmod 700 it if you trust what it holds"
             raise RunDirectoryError(message, source=self.root)
 
-    def _refuse_unsafe_way(self) -> None:
+    def _refuse_unsafe_path(self) -> None:
         link = foreign_link(self.root)
         if link is not None:
             message = f"the link {link} on the way to it belongs to another user; use the folder that it leads to"
@@ -274,7 +274,7 @@ class RunDirectory:
             make_private(files.root)
         except OSError as error:
             raise StorageError(f"{files.root}: cannot be made: {in_words(error)}") from None
-        _check_room(files.root)
+        _check_folder(files.root)
         return files
 
     def has_trained(self) -> bool:

@@ -76,7 +76,7 @@ def read_records(
                     words = f"is damaged ({_reason(error)}) and was skipped"
                     damage.append(f"{path}, line {number}: {words}")
                 continue
-            records.append(_light(record))
+            records.append(_without_fields_set(record))
             bounds.check(path, len(records), len(line))
             if len(records) % MANY == 0:
                 # else the garbage collector would search these long-lived records again and again
@@ -145,10 +145,10 @@ def _resident_bytes() -> int:
 _NONE_SET: set[str] = set()
 
 
-def _light(record: R) -> R:
+def _without_fields_set(record: R) -> R:
     """Drop pydantic's set of the fields that were in the file: it is larger than the record."""
     object.__setattr__(record, "__pydantic_fields_set__", _NONE_SET)
-    for name in _parts(type(record)):
+    for name in _nested_records(type(record)):
         part = getattr(record, name)
         if isinstance(part, BaseModel):
             object.__setattr__(part, "__pydantic_fields_set__", _NONE_SET)
@@ -156,7 +156,7 @@ def _light(record: R) -> R:
 
 
 @functools.cache
-def _parts(kind: type[BaseModel]) -> tuple[str, ...]:
+def _nested_records(kind: type[BaseModel]) -> tuple[str, ...]:
     kinds = {
         name: (field.annotation, *get_args(field.annotation))
         for name, field in kind.model_fields.items()

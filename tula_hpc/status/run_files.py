@@ -120,7 +120,7 @@ def read_facts(run: RunDirectory) -> Facts:
         RunDirectoryError: The directory does not exist, holds no run, or cannot be read.
     """
     try:
-        _refuse_other(run)
+        _refuse_no_run(run)
         return _read(run)
     except OSError as error:
         raise RunDirectoryError(
@@ -128,7 +128,7 @@ def read_facts(run: RunDirectory) -> Facts:
         ) from None
 
 
-def _refuse_other(run: RunDirectory) -> None:
+def _refuse_no_run(run: RunDirectory) -> None:
     if not run.sweep_file.exists() and not run.events_file.exists():
         raise RunDirectoryError(not_a_run(run.root), source=run.root)
 
@@ -138,8 +138,8 @@ def _read(run: RunDirectory) -> Facts:
     # frozen inputs: the data need not exist on this machine
     spec = _try(lambda: load_frozen_sweep(run.sweep_file), doubts)
     measured = run.measurements()
-    told = run.read_events()
-    doubts += [*damaged_footprints(run.root), *measured.damage, *told.damage]
+    logged = run.read_events()
+    doubts += [*damaged_footprints(run.root), *measured.damage, *logged.damage]
     doubts += (
         f"this is a copy of {home}: its job {job_id} writes there, not here"
         for job_id, home in jobs_of_original(run).items()
@@ -154,7 +154,7 @@ def _read(run: RunDirectory) -> Facts:
             f"{PLAN_ALONE}: put profile/ back, or run the same command again, which measures and "
             "plans anew"
         )
-    history = RunHistory(told.records)
+    history = RunHistory(logged.records)
     cut_off = _cut_off(run, history)
     notes = run.job_notes()
     holder = holder_of(run.root / ".lock")
@@ -168,7 +168,7 @@ def _read(run: RunDirectory) -> Facts:
         history=history,
         notes=notes,
         measurements=measured.records,
-        damaged_after=next(iter(measured.damage), "") if _is_newer(run, told.records) else "",
+        damaged_after=next(iter(measured.damage), "") if _is_newer(run, logged.records) else "",
         plan=_try(run.read_plan, doubts) if run.plan_file.exists() else None,
         plan_at=run.plan_file.stat().st_mtime if run.plan_file.exists() else 0.0,
         trainings=trainings,

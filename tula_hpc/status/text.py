@@ -74,8 +74,8 @@ def status_text(status: RunStatus, width: int = 110) -> str:
 
 def _notes(status: RunStatus) -> Iterator[Line]:
     """Yield the doubts, except one about a file that the state already names."""
-    said, _, _ = status.words.partition(": ")
-    return (("note", doubt) for doubt in status.doubts if doubt.partition(": ")[0] != said)
+    named, _, _ = status.words.partition(": ")
+    return (("note", doubt) for doubt in status.doubts if doubt.partition(": ")[0] != named)
 
 
 def _wrapped(label: str, text: str, width: int) -> str:
@@ -92,13 +92,13 @@ def _head(status: RunStatus) -> Iterator[Line]:
     if status.command.alive is not None or status.state != "finished":
         yield "command", _command(status.command)
     if status.detached is not None:
-        away = status.detached
+        sweep = status.detached
         job = "no controller job was submitted"
-        if away.phase is JobPhase.UNKNOWN:
-            job = f"controller job {away.job_id} is not over according to the files"
-        elif away.phase:
-            job = f"controller job {away.job_id} is {away.phase}"
-        yield "detached", f"{_ago(status.asked_at - away.since)}, until {away.until}; {job}"
+        if sweep.phase is JobPhase.UNKNOWN:
+            job = f"controller job {sweep.job_id} is not over according to the files"
+        elif sweep.phase:
+            job = f"controller job {sweep.job_id} is {sweep.phase}"
+        yield "detached", f"{_ago(status.asked_at - sweep.since)}, until {sweep.until}; {job}"
     if not status.scheduler.answered:
         yield (
             "scheduler",
@@ -223,16 +223,16 @@ def _progress(training: TrainingStatus) -> str:
         epoch += f" of {training.epochs}"
     if training.share is not None:
         epoch += f" ({format_percent(training.share)})"
-    told = [epoch]
+    parts = [epoch]
     if training.step:
-        told.append(f"step {training.step:,}, {training.samples_seen:,} samples")
+        parts.append(f"step {training.step:,}, {training.samples_seen:,} samples")
     if training.global_batch:
-        told.append(f"B = {training.global_batch:,}")
+        parts.append(f"B = {training.global_batch:,}")
     if training.step_time_s is not None:
-        told.append(f"{format_duration(training.step_time_s)} a step")
+        parts.append(f"{format_duration(training.step_time_s)} a step")
     if training.left_s is not None:
-        told.append(f"about {format_duration(training.left_s)} of steps left")
-    return ", ".join(told)
+        parts.append(f"about {format_duration(training.left_s)} of steps left")
+    return ", ".join(parts)
 
 
 def _marks(training: TrainingStatus) -> Iterator[str]:
@@ -261,10 +261,10 @@ def _study_lines(study: StudyStatus) -> Iterator[Line]:
         "failed": study.failed - study.rates_failed,
         "left": study.left,
     }
-    told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    shown = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
     yield (
         "study",
-        f"{study.finished + study.diverged} of {plural(study.cells, 'training')} done: {told}",
+        f"{study.finished + study.diverged} of {plural(study.cells, 'training')} done: {shown}",
     )
     for training in study.under_way[:MOST_TRAININGS]:
         yield "", f"{training.label}: {_progress(training)}"

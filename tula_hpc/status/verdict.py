@@ -51,7 +51,7 @@ class Parts(NamedTuple):
 def verdict(parts: Parts) -> tuple[State, str]:
     """Return the state and its explanation."""
     by_files = (_obstructed, _finished, _stuck, _going_on, _full)
-    for judge in (*by_files, _stage_failed, _failed, _left_alone):
+    for judge in (*by_files, _stage_failed, _failed, _over_or_unknown):
         found = judge(parts)
         if found is not None:
             return found
@@ -261,7 +261,7 @@ def _trained_again(training: TrainingStatus, last: JobStatus) -> str:
     return f"{mend}{AGAIN}{how}"
 
 
-def _left_alone(parts: Parts) -> StateAndText | None:
+def _over_or_unknown(parts: Parts) -> StateAndText | None:
     over = [job.job_id for job in parts.jobs if job.phase is JobPhase.OVER]
     if over:
         what = f"job {over[0]} is over" if len(over) == 1 else f"{len(over)} jobs are over"
