@@ -227,7 +227,7 @@ def test_a_script_that_was_changed_since_its_checkpoint_is_told_what_does_not_fi
     said = read_said(story.spec(0, 8).said)
     assert said is not None
     assert said.detail.startswith("tula.keep(model=…): ")
-    assert " does not fit it; where the script was changed, change it back, or move " in said.detail
+    assert " does not fit; if the script was changed, undo that, or move " in said.detail
     assert f" {story.run.train().checkpoints} away to begin anew (RuntimeError: Error(s) in loading" in said.detail
     assert "size mismatch for " in said.detail
 

@@ -237,9 +237,9 @@ def test_a_batch_that_no_tensor_tells_is_the_one_that_was_asked_for(tmp_path: Pa
         ("keeps a student", ""),
         (
             "keeps no momentum",
-            "tula.keep: the state of the SGD that takes the steps would begin anew after a stop, as m",
+            "tula.keep: the state of the SGD that takes the steps would begin anew after a stop, as n",
         ),
-        ("keeps no weights", "tula.keep: the weights of Linear would begin anew after a stop, as within have it not"),
+        ("keeps no weights", "tula.keep: the weights of Linear would begin anew after a stop, as nothing that is kept"),
     ],
 )
 def test_what_is_kept_has_the_weights_and_what_the_optimizer_remembers(how: str, words: str, tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_what_is_kept_has_the_weights_and_what_the_optimizer_remembers(how: str,
     outcome = misbehave(how, tmp_path, world)
     assert outcome.is_done == (not words), outcome.said.detail
     assert outcome.said.detail.startswith(words)
-    assert outcome.said.detail.endswith("name both, the inner one first") == bool(words)
+    assert outcome.said.detail.endswith("keep both, the inner one first") == bool(words)
 
 
 @pytest.mark.parametrize("is_first", [True, False])

@@ -252,7 +252,8 @@ def test_killed_right_after_it_has_saved_it_goes_on_with_the_next_epoch(tmp_path
 def test_stopped_without_arguments_to_go_on_it_begins_anew(tmp_path: Path) -> None:
     run, ended = train(tmp_path / "run", OWN | LONG, at_step(6, signal.SIGTERM))
     assert result_of(run, ended).steps == 56
-    assert details(run, "resumed") == ["begins anew: there are no workload.resume_arguments, and nothing is kept"]
+    how = "begins anew: workload.resume_arguments are not set, and the script keeps nothing"
+    assert details(run, "resumed") == [how]
     assert [row.epoch for row in read_metrics(run.train().metrics_file).epochs] == [*range(1, 15)]
 
 

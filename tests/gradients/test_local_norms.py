@@ -205,7 +205,7 @@ def test_other_passes_are_not_counted() -> None:
     parameters = list(model.parameters())
     norms = PartNorms(parameters)
     torch.autograd.backward(loss(model(inputs), targets))
-    with pytest.raises(RuntimeError, match="no batch in parts"):
+    with pytest.raises(RuntimeError, match="no batch was divided"):
         norms.squares()
     backward_in_parts(model, norms, *batch(BATCH, torch.Generator().manual_seed(2)))  # thrown away
     backward_in_parts(model, norms, inputs, targets)
@@ -213,7 +213,7 @@ def test_other_passes_are_not_counted() -> None:
     squares, _ = norms.squares()
     backward_in_parts(model, norms, inputs, targets)
     assert torch.equal(norms.squares()[0], squares)
-    with pytest.raises(RuntimeError, match="no batch in parts"):
+    with pytest.raises(RuntimeError, match="no batch was divided"):
         norms.squares()
 
 

@@ -371,7 +371,7 @@ class PartNorms:
             RuntimeError: No batch was divided since the last call.
         """
         if not self._parts:
-            raise RuntimeError("squares: no batch in parts since the last call")
+            raise RuntimeError("squares: no batch was divided into parts since the last call")
         parts = self._parts
         self._parts = []
         of_parts = torch.stack([self._squares_of(part) / part.share for part in parts])

@@ -71,8 +71,8 @@ class FolderState:
             raise CheckpointError(f"{folder}: cannot be saved: {in_words(error)}") from error
         if not files:
             raise InputError(
-                f"the {self.kind} saved to another place than {folder}; leave the naming of "
-                "checkpoints to tula (accelerate: no automatic_checkpoint_naming)",
+                f"the {self.kind} has not saved to {folder}, as it was asked to; leave the naming "
+                "of checkpoints to tula (accelerate: no automatic_checkpoint_naming)",
                 source="tula.keep",
             )
         return {"folder": folder.name, "batch": self.batch, "files": files}

@@ -83,7 +83,7 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
         """
         if self.trainer is not None:
             raise InputError(
-                "is for one call of Trainer.train; leave it out of the others",
+                "serves one call of Trainer.train; leave it out of further calls",
                 source="tula.trainer_callback",
             )
         self.trainer = trainer

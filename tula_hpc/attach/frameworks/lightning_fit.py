@@ -114,7 +114,7 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         """
         if self.trainer is not None:
             raise InputError(
-                "is for one call of Trainer.fit; leave it out of the others",
+                "serves one call of Trainer.fit; leave it out of further calls",
                 source="tula.lightning_callback",
             )
         self.trainer = trainer

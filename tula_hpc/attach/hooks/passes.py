@@ -317,8 +317,8 @@ class BackwardPasses:
             self._sums = [(p, _sum_of(p)) for p in trained]
         elif self.count == 2 * FEW_STEPS and any(_sum_of(p) != was for p, was in self._sums):
             why = (
-                "changes its parameters by hand, or by an optimizer of another library, as fastai's; "
-                "expected optimizer.step() of one of torch.optim"
+                "changes its parameters by hand, or by an optimizer of a library such as fastai; "
+                "expected optimizer.step() of an optimizer of torch.optim"
             )
             self.refuse(why)
 

@@ -356,8 +356,7 @@ class Hooks:
             if losses:
                 why = (
                     f"has an optimizer, {type(optimizer).__name__}, that calls its closure several "
-                    "times in a step; expected one that takes a step from one pass over a batch, as "
-                    "SGD or AdamW do"
+                    "times in a step; expected an optimizer that calls it once, as SGD or AdamW do"
                 )
                 self.listener.refuse(why)
             losses.append(closure())

@@ -134,16 +134,16 @@ class Keeper(SafePoints):
         states = loaded.state["kept"]
         if name not in states:
             raise InputError(
-                f"{loaded.path} has no state of it, only of {', '.join(states)}; name it as before, "
-                "or delete the checkpoints to begin anew",
+                f"{loaded.path} has states of {', '.join(states)}, but none of {name}; use the name "
+                "as before, or delete the checkpoints to begin anew",
                 source=f"tula.keep({name}=…)",
             )
         try:
             thing.load_state_dict(states[name])
         except (RuntimeError, ValueError, KeyError) as error:
             raise InputError(
-                f"{loaded.path.name} does not fit it; where the script was changed, change it back, "
-                f"or move {self.store.folder} away to begin anew ({told(error)})",
+                f"its state in {loaded.path.name} does not fit; if the script was changed, undo "
+                f"that, or move {self.store.folder} away to begin anew ({told(error)})",
                 source=f"tula.keep({name}=…)",
             ) from error
 
@@ -233,7 +233,7 @@ class Keeper(SafePoints):
             raise InputError("expected within `for … in tula.epochs(n)`", source="tula.batches")
         if self.in_batches:
             raise InputError(
-                "is called in another such loop; expected one after the other",
+                "is called inside another loop over it; expected one loop after the other",
                 source="tula.batches",
             )
         self.calls += 1
@@ -430,10 +430,11 @@ class Keeper(SafePoints):
         missing = set(self.loaded.state["kept"]) - set(self.kept)
         if missing:
             message = (
-                f"the checkpoints in {self.store.folder} hold {', '.join(sorted(missing))}, too"
+                f"the checkpoints in {self.store.folder} also hold {', '.join(sorted(missing))}"
             )
             raise InputError(
-                f"{message}; keep it as before, or delete them to begin anew", source="tula.keep"
+                f"{message}; keep that, too, or delete the checkpoints to begin anew",
+                source="tula.keep",
             )
 
     def state(self) -> dict[str, Any]:
@@ -493,5 +494,5 @@ class KeptTraining(ScriptTraining):
             return ""
         return (
             "; this epoch was resumed after its last batch, so that the loop over tula.batches was "
-            "empty: what is summed up there has to allow for that"
+            "empty: means over its batches have to allow for that"
         )

@@ -160,9 +160,9 @@ def lacking_in(things: Mapping[str, Any], model: nn.Module, optimizer: Optimizer
     for name, tensors in parts.items():
         if not all(any(_is_same(tensor, each) for each in held) for tensor in tensors):
             return (
-                f"the {name} would begin anew after a stop, as {', '.join(things)} have it not in "
-                "their states: name it, too; of an optimizer around another one name both, the inner "
-                "one first"
+                f"the {name} would begin anew after a stop, as nothing that is kept "
+                f"({', '.join(things)}) has it in its state: keep that, too; of an optimizer "
+                "around another one keep both, the inner one first"
             )
     return ""
 

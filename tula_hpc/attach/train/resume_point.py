@@ -141,7 +141,7 @@ def _look_for_saved(
     run = RunDirectory(job.root)
     given = job.sweep.workload.resume_arguments
     if given is None:
-        why = "there are no workload.resume_arguments, and nothing is kept"
+        why = "workload.resume_arguments are not set, and the script keeps nothing"
         if run.history().has_left_files(job.label):
             why = f"what was saved in {run.train(job.label).checkpoints} is gone"
         return f"begins anew: {why}", None

@@ -484,7 +484,7 @@ class ScriptTraining(Mode):
         for name, value in scores.items():
             if name not in SCORES:
                 known = ", ".join(SCORES)
-                words = f"tula.report: {name!r} is no score to be shown; expected one of {known}"
+                words = f"tula.report: {name!r} is not a known score; expected one of {known}"
                 sys.stderr.write(f"{words}\n")
             elif math.isfinite(float(value)):
                 self.progress.reported[name] = as_share(name, float(value))
