@@ -142,11 +142,11 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
     def _unless_searching(self, then: Callable[..., None]) -> Callable[..., None]:
         """Return a function that does nothing in a search for a rate, which removes callbacks."""
 
-        def told(*args: Any) -> None:
+        def guarded(*args: Any) -> None:
             if self in self.trainer.callbacks:
                 then(*args)
 
-        return told
+        return guarded
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Train no further if an earlier start came to the end, as by early stopping."""

@@ -98,7 +98,7 @@ class Source:
     # items in the last batch; 0: unknown
     items: int = 0
     # what the iterator says of its present pass over the data; None: not asked yet
-    told: LoaderPass | None = None
+    loader_pass: LoaderPass | None = None
 
     @property
     def is_gone(self) -> bool:
@@ -124,7 +124,7 @@ class Sources:
         """Forget what an iterator said of its last pass, as the next pass may be longer."""
         known = self._known.get(loader)
         if known is not None:
-            known.told = None
+            known.loader_pass = None
 
 
 class Apart:

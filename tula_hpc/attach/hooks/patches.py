@@ -34,12 +34,12 @@ def before(modules: Sequence[Any], name: str, then: Callable[[], None]) -> None:
     original = getattr(modules[0], name)
 
     @wraps(original)
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def patched(*args: Any, **kwargs: Any) -> Any:
         then()
         return original(*args, **kwargs)
 
     for module in modules:
-        vars(module)[name] = told
+        vars(module)[name] = patched
 
 
 def on_loopback_alone() -> None:
@@ -52,7 +52,7 @@ def on_loopback_alone() -> None:
     original = module.TCPStore
 
     @wraps(original)
-    def made(*place: Any, **given: Any) -> Any:
+    def make_store(*place: Any, **given: Any) -> Any:
         given |= zip(
             ("host_name", "port", "world_size", "is_master", "timeout"), place, strict=False
         )
@@ -63,7 +63,7 @@ def on_loopback_alone() -> None:
                 given["master_listen_fd"] = listener.detach()
         return original(**given)
 
-    vars(module)["TCPStore"] = made
+    vars(module)["TCPStore"] = make_store
 
 
 def before_forward(model: nn.Module, then: Callable[..., None]) -> RemovableHandle:

@@ -98,7 +98,7 @@ class Hooks:
         # an evaluation has used the last batch
         self._is_evaluated = False
         # iterators that gave a batch for the step before, by id, as an evaluation's seldom does
-        self._gave: dict[int, Source] = {}
+        self._prior: dict[int, Source] = {}
         # dimension of inputs that counts samples, if no loader shows their number; None: unknown
         self._dimension: int | None = None
         # batches given out that the model has not had: id of the data set, and samples
@@ -193,12 +193,12 @@ class Hooks:
                 self._loader = self._given.get(source, latest)
                 # an iterator that no longer exists counts only if it gave this batch
                 self._data = self._loader.data if source else data_of(self.loader)
-            elif source != self._source and source in self._gave and self._source in self._gave:
+            elif source != self._source and source in self._prior and self._source in self._prior:
                 # the batch of a second loader, which each step uses along with the first
                 return
-            ahead = self._unused
-            is_first = ahead and ahead[0][1] == samples
-            data = ahead.popleft()[0] if is_first else self._taken(samples)
+            unused = self._unused
+            is_first = unused and unused[0][1] == samples
+            data = unused.popleft()[0] if is_first else self._taken(samples)
             if data is not None:
                 self._since_new = 0
                 if 0 < in_a_row <= FEW_AHEAD:
@@ -247,15 +247,15 @@ class Hooks:
         if isinstance(first, list | tuple) and len(first) == given:
             return given
         samples = samples_in(first) or samples_in((args, kwargs))
-        ahead = [count for _, count in self._unused]
-        if samples in ahead or any(samples == each.items for each in self._given.values()):
+        unused = [count for _, count in self._unused]
+        if samples in unused or any(samples == each.items for each in self._given.values()):
             return samples
-        both = [each.items for key, each in self._given.items() if key in self._gave]
+        both = [each.items for key, each in self._given.items() if key in self._prior]
         if len(both) > 1:
             # batches of several loaders joined, as of labelled and many more unlabelled items
             return min(both)
         # a batch of a class of its own, or whose first dimension counts views, nodes, sequences
-        is_more = 0 < sum(ahead) < samples
+        is_more = 0 < sum(unused) < samples
         if not samples or is_more or given % samples not in (0, given):
             return given
         return samples if given else self._samples_along(first, samples)
@@ -285,9 +285,9 @@ class Hooks:
         loader = source.loader()
         if loader is None:
             return None
-        if source.told is None:
-            source.told = LoaderPass(loader)
-        return source.told
+        if source.loader_pass is None:
+            source.loader_pass = LoaderPass(loader)
+        return source.loader_pass
 
     def next_batch(self, loader: object, batch: object) -> None:
         """Note a batch that a loader gives out."""
@@ -300,10 +300,10 @@ class Hooks:
             self._keeps_batches = True
         if source.loader() is not loader:
             source = self._last = self._sources.of(loader)
-        if source.told is None:
-            source.told = LoaderPass(loader)
+        if source.loader_pass is None:
+            source.loader_pass = LoaderPass(loader)
         count = getattr(loader, "_num_yielded", 0)
-        items = source.told.items_in(batch, count) or samples_in(batch)
+        items = source.loader_pass.items_in(batch, count) or samples_in(batch)
         self._is_evaluated = False
         source.items = items
         self._given.pop(source.key, None)
@@ -334,7 +334,7 @@ class Hooks:
         self._unused = deque((each for each in self._unused if each[0] != data), MOST_AHEAD)
         self._sources.begin(loader)
         # an iterator that no longer exists may have had the same id
-        self._gave.pop(id(loader), None)
+        self._prior.pop(id(loader), None)
         self._in_a_row = 0
         self.listener.iterating(loader)
         may_be_of_steps = data == self._data or self._loader is None
@@ -352,7 +352,7 @@ class Hooks:
         losses: list[Any] = []
 
         @wraps(closure)
-        def told() -> Any:
+        def counted_closure() -> Any:
             if losses:
                 why = (
                     f"has an optimizer, {type(optimizer).__name__}, that calls its closure several "
@@ -364,8 +364,8 @@ class Hooks:
             return losses[0]
 
         if "closure" in kwargs:
-            return args, {**kwargs, "closure": told}
-        return (args[0], told, *args[2:]), kwargs
+            return args, {**kwargs, "closure": counted_closure}
+        return (args[0], counted_closure, *args[2:]), kwargs
 
     def _end_passes(self) -> None:
         forwards = self._forwards
@@ -378,7 +378,7 @@ class Hooks:
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer is self.optimizer:
-            self._gave = self._given
+            self._prior = self._given
             self._given = {}
             self._since_new += 1
             self._source = 0

@@ -247,7 +247,7 @@ def _was_saved(row: EpochMetrics, saved_at: float | None, last_step: int) -> boo
 
 
 def without_repeated(
-    told: TrainedSoFar, start: Start, epochs: int, rows: Sequence[EpochMetrics]
+    done: TrainedSoFar, start: Start, epochs: int, rows: Sequence[EpochMetrics]
 ) -> TrainedSoFar:
     """Return the progress at the end without what a script repeated after a resume.
 
@@ -256,19 +256,19 @@ def without_repeated(
     begin that epoch anew: at the end, the repeated part is left over.
     """
     if not start.resumes or not rows:
-        return told
-    if epochs < told.epoch <= epochs + told.restarts:
-        repeated = rows[epochs - told.epoch :]
-        return told.model_copy(
+        return done
+    if epochs < done.epoch <= epochs + done.restarts:
+        repeated = rows[epochs - done.epoch :]
+        return done.model_copy(
             update={
                 "epoch": epochs,
-                "step": told.step - sum(row.steps or 0 for row in repeated),
-                "samples_seen": told.samples_seen * epochs // told.epoch,
-                "train_time_s": told.train_time_s - sum(row.epoch_time_s for row in repeated),
+                "step": done.step - sum(row.steps or 0 for row in repeated),
+                "samples_seen": done.samples_seen * epochs // done.epoch,
+                "train_time_s": done.train_time_s - sum(row.epoch_time_s for row in repeated),
             }
         )
-    left = told.samples_seen - rows[-1].samples_seen
-    if told.epoch == epochs and start.offset and abs(left - start.offset) <= SAME * start.offset:
+    left = done.samples_seen - rows[-1].samples_seen
+    if done.epoch == epochs and start.offset and abs(left - start.offset) <= SAME * start.offset:
         update = {"step": rows[-1].step, "samples_seen": rows[-1].samples_seen}
-        return told.model_copy(update=update)
-    return told
+        return done.model_copy(update=update)
+    return done

@@ -109,9 +109,9 @@ class _Probed(NamedTuple):
 class ScriptDrift:
     """One worker's part of the watch; all workers reach the same verdict at the same step."""
 
-    def __init__(self, told: DriftSettings, run: RunDirectory, label: str, job_id: str) -> None:
-        self.told, self.run, self.label, self.job_id = told, run, label, job_id
-        self.watch = Watch(Detector(told.prediction, told.side), told.window_s)
+    def __init__(self, settings: DriftSettings, run: RunDirectory, label: str, job_id: str) -> None:
+        self.settings, self.run, self.label, self.job_id = settings, run, label, job_id
+        self.watch = Watch(Detector(settings.prediction, settings.side), settings.window_s)
         self._steps = 0
         self._busy_s = self._waited_s = 0.0
 
@@ -153,7 +153,7 @@ class ScriptDrift:
         return True
 
     def _drift(self, reduced_s: float | None) -> Drift:
-        expected = self.told.expected
+        expected = self.settings.expected
         seen = StepParts(data_time_s=self.watch.data_time_s, allreduce_time_s=reduced_s)
         measured = seen
         if expected.compute_time_s is not None:
@@ -162,5 +162,5 @@ class ScriptDrift:
             rest_s = expected.compute_time_s + detector.measured_s - detector.prediction.value
             rest_s -= explained_s
             measured = seen.model_copy(update={"compute_time_s": max(0.0, rest_s)})
-        configuration = Configuration(*self.told.configuration)
-        return episode_of(self.watch, measured, expected, configuration, self.told.partition)
+        configuration = Configuration(*self.settings.configuration)
+        return episode_of(self.watch, measured, expected, configuration, self.settings.partition)

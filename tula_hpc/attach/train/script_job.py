@@ -111,10 +111,10 @@ class ScriptJob:
         found = worst(outcomes)
         if not found.is_done:
             self._fail(found)
-        told = [TrainedSoFar.model_validate(each.said.result) for each in outcomes]
-        restarts = max(start.restarts, told[0].restarts)
-        self.progress = told[0].model_copy(update={"restarts": restarts})
-        if any(each.end == "stopped" for each in told):
+        ends = [TrainedSoFar.model_validate(each.said.result) for each in outcomes]
+        restarts = max(start.restarts, ends[0].restarts)
+        self.progress = ends[0].model_copy(update={"restarts": restarts})
+        if any(each.end == "stopped" for each in ends):
             if self.is_main:
                 start.starts_s = self.progress.starts_s
                 write_atomically(self._start_file, json.dumps(asdict(start)))
@@ -355,32 +355,32 @@ class ScriptJob:
         if not self.is_main:
             return
         job = self.job
-        told = self.progress
+        progress = self.progress
         epochs = job.sweep.workload.epochs
         scores = last_scores(self.files.metrics_file)
         rows = read_metrics(self.files.metrics_file).epochs
-        told = without_repeated(told, start, epochs, rows)
+        progress = without_repeated(progress, start, epochs, rows)
         # where a script went on by itself is known only to within an epoch
-        started_at = told.started_at or start.started_at
-        is_whole = self._has_all(told.epoch + int(start.resumes), told.step)
+        started_at = progress.started_at or start.started_at
+        is_whole = self._has_all(progress.epoch + int(start.resumes), progress.step)
         result = TrainResult(
             label=job.label,
             **job.configuration._asdict(),
             global_batch=job.configuration.global_batch,
             method=job.sweep.training.method,
-            epochs=epochs if is_whole else told.epoch,
-            steps=told.step,
-            samples_seen=told.samples_seen,
+            epochs=epochs if is_whole else progress.epoch,
+            steps=progress.step,
+            samples_seen=progress.samples_seen,
             final_loss=scores.get("train_loss"),
             test_loss=scores.get("test_loss"),
             test_accuracy=scores.get("test_accuracy"),
             test_top5_accuracy=scores.get("test_top5_accuracy"),
-            train_time_s=told.train_time_s,
-            wall_time_s=max(told.train_time_s, unix_time() - started_at),
-            restarts=max(told.restarts, self.run_directory.history().restarts(job.label)),
-            starts_s=told.starts_s,
-            saving_s=told.saving_s,
-            further_steps=told.further_steps,
+            train_time_s=progress.train_time_s,
+            wall_time_s=max(progress.train_time_s, unix_time() - started_at),
+            restarts=max(progress.restarts, self.run_directory.history().restarts(job.label)),
+            starts_s=progress.starts_s,
+            saving_s=progress.saving_s,
+            further_steps=progress.further_steps,
         )
         write_atomically(self.files.result_file, result.model_dump_json(indent=1))
         score = format_score(result.test_accuracy, result.test_loss)

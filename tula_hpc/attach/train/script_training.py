@@ -96,8 +96,8 @@ class ScriptTraining(Mode):
         self.models: list[DistributedDataParallel] = []
         self.scaling = scaling_of(self.settings.sweep, self.settings.configuration)
         self.drift: ScriptDrift | None = None
-        if (told := self.settings.drift) is not None:
-            self.drift = ScriptDrift(told, self.run, self.settings.label, self.settings.job_id)
+        if (compared := self.settings.drift) is not None:
+            self.drift = ScriptDrift(compared, self.run, self.settings.label, self.settings.job_id)
         # a keeper knows where epochs end, and obeys the stop
         self.is_kept = False
         # a forward pass has begun since the last step
@@ -232,7 +232,7 @@ class ScriptTraining(Mode):
 
     def forward_begins(self, samples: int) -> None:
         """See `Listener`."""
-        self._samples += samples if samples <= self._usual else self._told(samples)
+        self._samples += samples if samples <= self._usual else self._samples_of(samples)
         self._backward_due += 1
         if self.scaling is not None:
             self.scaling.forward_begins(self.hooks.model)
@@ -243,14 +243,14 @@ class ScriptTraining(Mode):
         if paused_s := self._times.begin(is_pause=is_pause):
             self._count_pause(paused_s)
 
-    def _told(self, samples: int) -> int:
+    def _samples_of(self, samples: int) -> int:
         """Return the samples of a pass: without a loader they may be the nodes of a graph."""
         is_other = self.hooks.loader is None and samples > self._usual
         return self.settings.forward_batch if is_other else samples
 
     def pass_unused(self, samples: int) -> None:
         """See `Listener`."""
-        self._samples -= self._told(samples)
+        self._samples -= self._samples_of(samples)
         self._samples_before = min(self._samples_before, self._samples)
         self._backward_due -= 1
 
@@ -309,10 +309,10 @@ class ScriptTraining(Mode):
         self.progress.started_at = self.progress.started_at or now
 
     def _count_progress(self) -> None:
-        told = self.hooks.loader_pass()
-        if told is not None and told is not self._epoch_by:
-            self._epoch_by = told
-            self._epoch = told.epoch(self.settings.samples, self._least, self._workers)
+        loader_pass = self.hooks.loader_pass()
+        if loader_pass is not None and loader_pass is not self._epoch_by:
+            self._epoch_by = loader_pass
+            self._epoch = loader_pass.epoch(self.settings.samples, self._least, self._workers)
         progress = self.progress
         samples = self._samples * self._workers or self._whole
         backward = self.hooks.backward.count
@@ -455,8 +455,8 @@ class ScriptTraining(Mode):
             self._write_epoch()
         self.progress.reported = {}
         self.progress.count_epoch()
-        told = None if self.is_kept else self.hooks.loader_pass()
-        if told is not None and told.given_out in (None, sys.maxsize):
+        loader_pass = None if self.is_kept else self.hooks.loader_pass()
+        if loader_pass is not None and loader_pass.given_out in (None, sys.maxsize):
             # samples beyond the epoch, in a pass without an end or if epochs end within a step
             self._carried = max(self._carried, self.progress.offset - self.settings.samples)
         self.progress.begin_epoch()
