@@ -94,7 +94,7 @@ def length_of(loader: Any) -> int | None:
 
 
 class LoaderPass:
-    """One pass over the batches of a torch loader, as far as its iterator shows the facts.
+    """One pass over the batches of a torch loader, with the facts that its iterator shows.
 
     Attributes:
         size: Items in a full batch; 0 if batches have no fixed size.

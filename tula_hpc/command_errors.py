@@ -37,7 +37,7 @@ FOLDER_DELETED = (
 )
 # exit code that a shell reports for a command that SIGINT ended
 INTERRUPTED = 128 + signal.SIGINT
-# printed until the command works; from then on it says itself what an interrupt leaves behind
+# printed on an interrupt before the command starts its work; later it says itself what it leaves
 NOTHING_BEGUN = "interrupted before anything was begun"
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from signal import SIGKILL
 from typing import NamedTuple
 
-# unlike CLOCK_MONOTONIC it goes on while the machine sleeps
+# CLOCK_BOOTTIME, unlike CLOCK_MONOTONIC, goes on while the machine sleeps
 _STEADY = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _EPOCH_OF_STEADY = time.time() - time.clock_gettime(_STEADY)
 
@@ -208,7 +208,7 @@ def job_started_at() -> float:
     """Return the Unix time at which Slurm (since 22.05) started this job, else this process."""
     started_at = _process_started_at()
     reported = os.environ.get("SLURM_JOB_START_TIME") if _started_by_slurm() else None
-    # prologs and the user's set-up take minutes; a longer time comes from another node's clock
+    # prologs and the user's set-up take minutes; a longer time means that Slurm's clock differs
     if reported and 0.0 <= started_at - float(reported) <= LONGEST_START_S:
         return float(reported)
     return started_at
@@ -247,7 +247,7 @@ def array_job_id() -> str | None:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Return Slurm's names of this process's GPUs in CUDA's order; none where Slurm names none."""
+    """Return Slurm's names of this process's GPUs in CUDA's order; none if Slurm names none."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if not _started_by_slurm() or visible in ("", "NoDevFiles"):
         return ()
@@ -255,7 +255,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def granted_gpus() -> int:
-    """Count the GPUs that this process should see in a job of Slurm; 0 where unknown."""
+    """Count the GPUs that this process should see in a job of Slurm; 0 if unknown."""
     visible = visible_gpus()
     # CUDA shows a process one MIG device, however many it has been given
     return 1 if any("MIG-" in name for name in visible) else len(visible)

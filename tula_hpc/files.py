@@ -30,7 +30,7 @@ PASSING = (
     errno.ESHUTDOWN,
     errno.EHOSTDOWN,
 )
-# a disk with less space counts as full; it need not be 0, as a failed write frees what it wrote
+# a disk with less free space counts as full; some is free, since a failed write frees what it wrote
 FULL_BYTES = 1_000_000
 # symbolic links followed in one path, as many as Linux allows
 MOST_LINKS = 40
@@ -45,7 +45,7 @@ MEASUREMENTS_GONE = (
 
 
 def in_words(error: OSError) -> str:
-    """Return the operating system's message, with a remedy where space is lacking."""
+    """Return the operating system's message, with a remedy if space is lacking."""
     message = error.strerror or str(error) or type(error).__name__
     if error.errno == errno.EFBIG:
         return (
@@ -179,7 +179,7 @@ def has_no_room(folder: Path) -> bool:
         room = os.statvfs(folder)
     except OSError:
         return False
-    # a read-only disk always has no room, and some file systems do not count their blocks
+    # a read-only disk reports no room, and some file systems do not count their blocks
     counts = room.f_blocks > 0 and not room.f_flag & os.ST_RDONLY
     return counts and room.f_bavail * room.f_frsize < FULL_BYTES
 

@@ -247,7 +247,7 @@ def _bound_names(statements: Iterable[ast.stmt]) -> Iterator[str]:
 
 
 def program_of(module: str) -> Path | None:
-    """Return the file that `python -m` runs, for a package that of its module `__main__`."""
+    """Return the file that `python -m` runs; for a package, that of its module `__main__`."""
     found = find_module(module)
     if found is not None and found[1].name == "__init__.py":
         found = find_module(f"{module}.__main__")

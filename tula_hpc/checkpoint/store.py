@@ -229,7 +229,7 @@ class CheckpointStore:
         for path in reversed(self.paths()):
             is_wanted = self.partners is not None and (self.partners / path.name).exists()
             if usable >= self.keep and not is_wanted:
-                # an error may pass: the new checkpoint is safe, and the next save tries again
+                # an error does no harm: the new checkpoint is safe, and the next save tries again
                 with contextlib.suppress(OSError):
                     path.unlink()
             if path not in self._rejected:
@@ -369,7 +369,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _open_carefully(path: str, flags: int) -> int:
-    """Follow no link, and do not wait for a writer where the path is a named pipe."""
+    """Open without following a link, or waiting for a writer if the path is a named pipe."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 

@@ -46,7 +46,7 @@ from tula_hpc.errors import InputError
 from tula_hpc.user_code import TRIED_BY_JOBS, is_entry_point, own_data, told
 
 _TEST_SHARE = 0.2
-# one split for every sweep: results with different seeds are results on the same test images
+# one split for every sweep, so that results with different seeds are on the same test images
 _SPLIT_SEED = 20_150_000
 # cosines per channel and class, of at most two periods along an edge
 _WAVES = 4
@@ -275,7 +275,7 @@ def _digits(spec: WorkloadSpec, image_size: int) -> Data:
     )
     split = stratified_split(labels)
     train = every.take(split.train)
-    # a mirrored digit is another sign
+    # no flip, since a mirrored digit is another sign
     train.jitter = Jitter(1, flip=False) if spec.augment else None
     return Data(train, every.take(split.test), 10, image_size)
 

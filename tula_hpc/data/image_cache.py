@@ -30,7 +30,7 @@ from tula_hpc.data.images import Bytes, Indices, open_rgb, to_square
 from tula_hpc.errors import InputError
 from tula_hpc.files import in_words, whole_file
 
-# larger trees are decoded at each read: their file would fill the node's page cache
+# size of the decoded images; a larger file would crowd out the rest of the node's page cache
 MAX_BYTES = 2 * 1024**3
 _log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 IMAGENET_SCALING = Scaling((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 # pixels; larger images are decoded at each read
 LARGEST_CACHED_EDGE = 64
-# the short edge is resized to this share of the crop (Krizhevsky et al. 2012)
+# the short edge is resized to this multiple of the crop's (Krizhevsky et al. 2012)
 _EVALUATION_RESIZE = 256 / 224
 
 

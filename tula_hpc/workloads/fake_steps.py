@@ -39,7 +39,7 @@ class Peak(NamedTuple):
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Counter of the bytes in storages that operators make while it is active, until freed.
+    """Count the bytes of storages that operators make while this is active, until they are freed.
 
     It sees tensors, fake ones as well as real ones, but no memory that a library takes for itself
     inside an operator (convolution workspaces, reordered weights). Views count once, with their

@@ -23,7 +23,7 @@ from tula_hpc.user_code import is_entry_point, own_model
 
 LARGEST_SMALL_SIZE = 64
 # Auxiliary heads would make the output a tuple in training and add a loss that no one asked for.
-# init_weights spells the default out: torchvision warns where it is left open.
+# init_weights states the default, because torchvision warns if it is missing.
 _ARGUMENTS: dict[str, dict[str, Any]] = {
     "googlenet": {"aux_logits": False, "init_weights": True},
     "inception_v3": {"aux_logits": False, "init_weights": True},
