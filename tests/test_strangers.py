@@ -349,7 +349,7 @@ BOMBS: dict[str, tuple[Callable[[], bytes], str]] = {
     "old tensor": (lambda: archive(ask("torch.FloatTensor", TEN_GIB)), "a reference to torch.FloatTensor"),
     "storage": (lambda: archive(ask("torch.storage.UntypedStorage", TEN_GIB)), "torch.storage.UntypedStorage"),
     "parameter": (lambda: archive(ask("torch.nn.parameter.Parameter", TEN_GIB)), "torch.nn.parameter.Parameter"),
-    "packed": (lambda: archive(b"\x80\x02}.", packed=True, more={"archive/data/0": bytes(10**7)}), "is packed"),
+    "packed": (lambda: archive(b"\x80\x02}.", packed=True, more={"archive/data/0": bytes(10**7)}), "is compressed"),
     "two pickles": (lambda: archive(b"\x80\x02}.", more={"other/data.pkl": b"\x80\x02}."}), "does not hold"),
     "beyond its file": (huge_tensor, "does not match expected size"),
     "expanded": (lambda: torch_bytes({"x": torch.zeros(1).expand(10**10)}), "larger than the file"),

@@ -180,7 +180,7 @@ def test_a_python_without_the_libraries_is_told_in_a_line_before_any_is_imported
         importlib.reload(tula_hpc)
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"this Python ({sys.executable}) has no pydantic, which tula_hpc needs: use the Python that")
+    assert line.startswith(f"this Python ({sys.executable}) has no pydantic, which tula_hpc needs: use the tula of the")
 
 
 def test_a_library_that_a_command_misses_later_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,7 +190,7 @@ def test_a_library_that_a_command_misses_later_is_told_in_a_line(capsys: pytest.
     assert command_errors.exit_code_of(need, argparse.Namespace()) == 2
     assert output.exit_code_of(need, ROOT) == 2
     for line in capsys.readouterr().err.splitlines():
-        assert ") has no no_such_library, which tula_hpc needs: use the Python that" in line
+        assert ") has no no_such_library, which tula_hpc needs: use the tula of the" in line
 
 
 # --- the commands under one name
@@ -219,7 +219,7 @@ def test_what_is_no_command_is_refused_with_those_that_are(
         main(words)
     assert ended.value.code == 2
     # without any word it is the whole page
-    assert ("tula --help lists" if words else "usage: tula ") in capsys.readouterr().err
+    assert ("see tula --help" if words else "usage: tula ") in capsys.readouterr().err
 
 
 def test_a_misspelt_option_is_one_line_with_the_one_that_is_near(capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,7 +227,7 @@ def test_a_misspelt_option_is_one_line_with_the_one_that_is_near(capsys: pytest.
         main(["sweep", "train.toml", "--dryrun"])
     assert ended.value.code == 2
     complaint = "tula sweep: unrecognized arguments: --dryrun (did you mean --dry-run?)"
-    assert capsys.readouterr().err == f"{complaint}; tula sweep --help lists what there is\n"
+    assert capsys.readouterr().err == f"{complaint}; see tula sweep --help\n"
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:

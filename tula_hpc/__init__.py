@@ -12,7 +12,7 @@ if sys.version_info < (3, 11):  # noqa: UP036
         + sys.version.split()[0]
         + " ("
         + sys.executable
-        + "): use the one that tula_hpc was installed with, as .venv/bin/tula"
+        + "): use the tula of the environment that has tula_hpc, such as .venv/bin/tula"
     )
 
 from tula_hpc.python_path import drop_working_directory, refuse_without_libraries, starts_a_command

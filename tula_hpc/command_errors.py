@@ -32,8 +32,8 @@ TRY_AGAIN_ON_A_RUN = "Fix the cause and run the same command again; finished wor
 TRY_AGAIN = "Fix the cause and run the same command again."
 # happens after `rm -r` and a new clone, or when a site cleans its scratch file system
 FOLDER_DELETED = (
-    "the folder in which this was started has been deleted: cd to one that exists, even to one of "
-    "the same name\n"
+    "the working directory has been deleted: cd to a folder that exists, even if it has the same "
+    "name\n"
 )
 # exit code that a shell reports for a command that SIGINT ended
 INTERRUPTED = 128 + signal.SIGINT
@@ -99,7 +99,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print a mistake and how to list the options, without argparse's usage block."""
-        self.exit(2, f"{self.prog}: {message}; {self.prog} --help lists what there is\n")
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def exit_code_of(

@@ -121,6 +121,6 @@ def describe(cluster: ClusterSpec, folders: Folders, run: Path) -> str:
         return ""
     mounts = ", ".join(mounts_of(cluster, folders, run))
     return (
-        f"{container.python} in {container.image}, by {container.runtime}; it has to have this "
+        f"{container.python} in {container.image}, by {container.runtime}; it must contain this "
         f"version of tula_hpc; mounted: {mounts}"
     )

@@ -49,8 +49,8 @@ def in_words(error: OSError) -> str:
     message = error.strerror or str(error) or type(error).__name__
     if error.errno == errno.EFBIG:
         return (
-            f"{message}: raise the limit on the size of a file (ulimit -f), which jobs take over from "
-            "the shell that submits them"
+            f"{message}: raise the file size limit (ulimit -f), which jobs inherit from the shell "
+            "that submits them"
         )
     if error.errno in NO_SPACE:
         return f"{message}; make space there or have the quota raised"

@@ -57,8 +57,8 @@ def refuse_without_libraries() -> None:
 def missing_library(name: str) -> str:
     """Say in one line that this Python lacks a library, and name the remedy."""
     return (
-        f"this Python ({sys.executable}) has no {name}, which tula_hpc needs: use the Python that "
-        "tula_hpc was installed with, as .venv/bin/tula, or install it here, see its README.md"
+        f"this Python ({sys.executable}) has no {name}, which tula_hpc needs: use the tula of the "
+        "environment that has it, such as .venv/bin/tula, or install tula_hpc here (README.md)"
     )
 
 

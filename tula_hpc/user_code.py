@@ -131,7 +131,7 @@ def told(error: Exception | SystemExit) -> str:
         message = f"torch.load refuses {refused[1]}, unless with weights_only=False"
     description = f"{type(error).__name__}: {message}" if message else type(error).__name__
     if isinstance(error, BdbQuit):
-        description = "a breakpoint() or pdb stops it; take that out"
+        description = "a breakpoint() or pdb stops it; remove that"
     innermost_first = reversed(traceback.extract_tb(error.__traceback__))
     frames = [(Path(frame.filename), frame.lineno) for frame in innermost_first]
     others = (f for f in frames if f[0] not in _CALLERS and not _is_foreign(f[0]))
@@ -281,7 +281,7 @@ def _check_set(spec: WorkloadSpec, which: str, data: Any, classes: int, tried: i
         message = f"returned {kind_of(data)} as the {which} set"
         expected = "expected one with __len__ and __getitem__"
         if isinstance(data, DataLoader):
-            expected = "return its data set: batches are made of that"
+            expected = "return its data set, from which batches are made here"
         raise _data_error(spec, f"{message}; {expected}")
     words = f"{spec.dataset} failed"
     with blamed(_DATASET_KEY, words, f", at len() of the {which} set"):
@@ -315,15 +315,17 @@ def _check_item(spec: WorkloadSpec, item: Any, classes: int, place: str) -> None
             raise _data_error(spec, f"{found}, as it returned {classes} for classes{least}")
         if not fits and _has_image(item):
             found = f"has {kind_of(item[1])} as the label of {place}"
-            meant = f"expected a whole number from 0 to {classes - 1}, as int(label) makes one"
-            raise _data_error(spec, f"{found}; {meant}; others need a workload.loss of your own")
+            meant = f"expected a whole number from 0 to {classes - 1}, such as int(label)"
+            raise _data_error(
+                spec, f"{found}; {meant}; anything else needs a workload.loss of your own"
+            )
         expected = (
             f"(float tensor of 3 dimensions, label from 0 to {classes - 1}); "
-            "others need a workload.loss of your own"
+            "anything else needs a workload.loss of your own"
         )
     else:
         fits = _is_pair(item)
-        expected = "(inputs, targets), each of tensors and numbers and nothing else"
+        expected = "(inputs, targets), each made of tensors and numbers only"
     if not fits:
         raise _data_error(spec, f"has {_describe(item)} as {place}; expected {expected}")
 
@@ -408,7 +410,7 @@ def kind_of(value: Any) -> str:
     if value is None:
         return "None"
     if isinstance(value, type):
-        return f"the class {value.__name__} itself, and no object of it"
+        return f"the class {value.__name__} itself, not an object of it"
     return f"an object of type {type(value).__name__}"
 
 
@@ -436,7 +438,7 @@ def _load(key: str, name: str) -> Callable[..., Any]:
         words = f"{name}: {module_name} cannot be imported: {told(error)}"
         if isinstance(error, SystemExit):
             words += (
-                ": it ends itself, as at a command line that it cannot read; put what only a "
+                ": it exits, as it does if it cannot parse the command line; put what only a "
                 'script does below `if __name__ == "__main__":`'
             )
         raise InputError(words, key=key) from error

@@ -657,7 +657,7 @@ def test_the_weights_are_had_by_the_run_or_by_a_file_of_it(tmp_path: Path) -> No
         other.load_state_dict(load_model(place))
         assert torch.equal(other.weight, model.weight)
     newest = store.save({"kept": {}}, samples_seen=16)
-    with pytest.raises(CheckpointError, match="a script loads what it keeps"):
+    with pytest.raises(CheckpointError, match="a script loads its own state"):
         load_model(tmp_path)
     newest.write_bytes(newest.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=rf"{newest}: .*; the one before it is {path}"):

@@ -120,8 +120,8 @@ def test_half_a_line_is_taken_back(tmp_path: Path, room: int) -> None:
     whole = path.read_bytes()
     with no_file_above(len(whole) + room), pytest.raises(StorageError) as raised:
         append_record(path, event("x" * 200))
-    said = "File too large: raise the limit on the size of a file (ulimit -f), which jobs take over from the shell that"
-    assert str(raised.value) == f"{path}: cannot be written: {said} submits them"
+    said = "File too large: raise the file size limit (ulimit -f), which jobs inherit from the shell that submits them"
+    assert str(raised.value) == f"{path}: cannot be written: {said}"
     assert path.read_bytes() == whole
     append_record(path, event("after"))
     assert details(path) == ["before", "after"]

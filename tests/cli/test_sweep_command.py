@@ -457,7 +457,7 @@ def test_a_working_directory_that_was_deleted_is_named(
     (tmp_path / "gone").rmdir()
     with pytest.raises(SystemExit, match="2"):
         tula([command, "any"])
-    assert capsys.readouterr().err.startswith("the folder in which this was started has been deleted: cd to one that")
+    assert capsys.readouterr().err.startswith("the working directory has been deleted: cd to a folder that exists")
 
 
 def test_how_jobs_are_submitted_may_change_while_a_run_goes_on(

@@ -245,7 +245,7 @@ def test_the_test_set_is_shared_out_without_copies(samples: int, world_size: int
 
 
 def test_a_batch_larger_than_the_training_set_names_the_keys_of_sweeps_and_studies() -> None:
-    keys = r"lower search\.max_batch, and search\.min_batch .*; in a study study\.batches"
+    keys = r"lower search\.max_batch \(and search\.min_batch .*\), or in a study study\.batches"
     with pytest.raises(InputError, match=keys):
         loader(Noise(3))
 
@@ -311,7 +311,7 @@ class _Killed(Noise):
 
 
 def test_a_loader_process_that_was_killed_is_told() -> None:
-    with pytest.raises(DataError, match="a loader process was killed, as for lack of memory"):
+    with pytest.raises(DataError, match="a loader process was killed, perhaps for lack of memory"):
         take(loader(_Killed(12), loader_workers=1), 1)
 
 

@@ -98,7 +98,7 @@ def test_a_label_beyond_the_scores_is_told_with_the_loss_that_fails_of_it(label:
     with pytest.raises(InputError, match=said) as raised, telling_own_mistakes(spec.workload):
         worker.train_step(inputs, targets)
     hint = (
-        f"; a sample has label {label}, and the model gives scores of labels 0 to 9: correct the data set's labels"
+        f"; a sample has label {label}, and the model gives scores for labels 0 to 9: correct the data set's labels"
         f"{', or give the model more classes' if label > 9 else ''}"
     )
     assert str(raised.value).endswith(hint) == is_told

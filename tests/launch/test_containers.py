@@ -121,7 +121,7 @@ def test_check_says_which_container_and_that_its_image_is_missing(tmp_path: Path
     (missing,) = judge_container(cluster_in(tmp_path / "no.sif"), Folders(), tmp_path)
     assert missing.found == f"{tmp_path / 'no.sif'} is not on this machine"
     (there,) = judge_container(cluster_in("docker://pytorch"), Folders(), tmp_path)
-    assert there.found.startswith("python3 in docker://pytorch, by apptainer; it has to have this version of tula_hpc")
+    assert there.found.startswith("python3 in docker://pytorch, by apptainer; it must contain this version of tula_hpc")
     assert judge_container(ClusterSpec(), Folders(), tmp_path) == []
 
 

@@ -155,7 +155,7 @@ MISTAKES = {
     ),
     "a command line that is parsed while importing": (
         ("import torch\n", "import torch, argparse\nargparse.ArgumentParser().parse_args(['--lr'])\n"),
-        "mine cannot be imported: SystemExit: 2 (mine.py:3): it ends itself, as at a command line that it cannot read",
+        "mine cannot be imported: SystemExit: 2 (mine.py:3): it exits, as it does if it cannot parse the command line",
     ),
     "a data set that ends the process": (
         ("def data(spec):", "def data(spec):\n    raise SystemExit('no data here')"),
@@ -171,7 +171,7 @@ MISTAKES = {
     ),
     "a debugger that was left in": (
         ("        return self.head", "        import bdb\n        raise bdb.BdbQuit\n        return self.head"),
-        "cannot take inputs of 3×8×8 from the test set: a breakpoint() or pdb stops it; take that out (mine.py:",
+        "cannot take inputs of 3×8×8 from the test set: a breakpoint() or pdb stops it; remove that (mine.py:",
     ),
     "one that raises in training": (
         ("        return self.head", "        assert not self.training, 'oh'\n        return self.head"),

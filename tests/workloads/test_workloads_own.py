@@ -168,15 +168,15 @@ def test_a_worker_tries_a_model_on_its_own_device(tmp_path: Path, monkeypatch: p
         ),
         (
             "good.file = open(__file__)\ndef f(spec): return good, good, 2",
-            "a train set that loader processes cannot be given: its attribute file, TypeError: cannot pickle '_io.Text",
+            "a train set that cannot be sent to loader processes: its attribute file, TypeError: cannot pickle '_io",
         ),
         (
             "class Kept(list): pass\nkept = Kept(good)\nkept.change = lambda x: x\ndef f(spec): return good, kept, 2",
-            "a test set that loader processes cannot be given: its attribute change, .*lambda",
+            "a test set that cannot be sent to loader processes: its attribute change, .*lambda",
         ),
         (
             "class Odd(int): __reduce__ = lambda _: 1 / 0\ndef f(spec): return [(good[0][0], Odd(1))], good, 2",
-            "a train set that loader processes cannot be given: ZeroDivisionError",
+            "a train set that cannot be sent to loader processes: ZeroDivisionError",
         ),
         ("def f(spec): return Data(), good, 2", "empty train set"),
         ("def f(spec): return good, good, 1", "label 1 as item 0 of the train set; expected 0 to 0"),

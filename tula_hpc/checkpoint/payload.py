@@ -71,7 +71,7 @@ def check_archive(payload: bytes) -> None:
         if len(pickles) != 1 or len(set(names)) != len(names):
             raise PayloadError("does not hold what torch.save writes")
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-            raise PayloadError("is packed; torch.save packs nothing")
+            raise PayloadError("is compressed; torch.save compresses nothing")
         if pickles[0].file_size > MAX_PICKLE_BYTES:
             raise PayloadError("holds too many names and numbers")
         pickled = archive.read(pickles[0])

@@ -206,7 +206,7 @@ class SafePoints:
         news = self.saving.cadence.news()
         if news is not None:
             cost = f"{news['cost_s']:.3g} s of training, {news['share']:.2%} of it so far"
-            often = f"one every {news['interval_s']:.0f} s, sooner at an epoch's end"
+            often = f"a save every {news['interval_s']:.0f} s, sooner at an epoch's end"
             self.log_event("checkpoint", f"saving costs {cost}; {often}", news)
 
     def close(self) -> None:

@@ -259,7 +259,9 @@ def load_model(place: str | Path) -> dict[str, Any]:
             if not Path(place).exists():
                 raise CheckpointError(f"{place}: no such run directory or checkpoint")
             if (own := folder.with_name("script") / "work").is_dir():
-                raise CheckpointError(f"{place}: is of a script, which saves by itself; see {own}")
+                raise CheckpointError(
+                    f"{place}: belongs to a script, which saves its own model; see {own}"
+                )
             raise CheckpointError(f"{folder}: has no checkpoint; the run has trained no model yet")
         try:
             state = CheckpointStore.load(paths[-1])
@@ -268,7 +270,7 @@ def load_model(place: str | Path) -> dict[str, Any]:
             older = f"; the one before it is {paths[-2]}" if len(paths) > 1 else ""
             raise CheckpointError(f"{error}{older}") from None
     if not isinstance(model := state.get("model"), dict):
-        raise CheckpointError(f"{folder}: holds no model; a script loads what it keeps by itself")
+        raise CheckpointError(f"{folder}: holds no model; a script loads its own state")
     return model
 
 

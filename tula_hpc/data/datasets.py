@@ -250,8 +250,8 @@ def _refuse_unsendable(spec: WorkloadSpec, which: str, dataset: Dataset[Any]) ->
     found = (name for name, value in attributes.items() if _why_unsendable(value) is not None)
     where = "".join(f"its attribute {name}, " for name in itertools.islice(found, 1))
     message = (
-        f"{spec.dataset} returned a {which} set that loader processes cannot be given: {where}"
-        f"{told(error)}; make that in __getitem__, or at the top of the module, or set "
+        f"{spec.dataset} returned a {which} set that cannot be sent to loader processes: {where}"
+        f"{told(error)}; create that in __getitem__, or at the top of the module, or set "
         "workload.loader_workers = 0"
     )
     raise InputError(message, key="workload.dataset")

@@ -277,8 +277,8 @@ def make_train_loader(
     if samples < order.global_batch:
         raise InputError(
             f"a global batch of {order.global_batch} is larger than the training set of "
-            f"{samples} samples; lower search.max_batch, and search.min_batch where that is "
-            "above it; in a study study.batches"
+            f"{samples} samples; lower search.max_batch (and search.min_batch if it is larger), "
+            "or in a study study.batches"
         )
     options = _options(dataset, loader_workers, pin_memory)
     return TrainLoader(EpochDataset(dataset, seed, classes), order, **options)

@@ -147,7 +147,7 @@ class _Watched(Iterator[Any]):
             if isinstance(error, RuntimeError) and not KILLED_WORKER.search(str(error)):
                 raise
             raise DataError(
-                f"a loader process was killed, as for lack of memory ({told(error)})"
+                f"a loader process was killed, perhaps for lack of memory ({told(error)})"
             ) from None
 
 

@@ -94,7 +94,7 @@ def labels_without_score(outputs: Any, targets: Any) -> str:
     label = int(targets[outside][0])
     more = ", or give the model more classes" if label >= classes else ""
     return (
-        f"; a sample has label {label}, and the model gives scores of labels 0 to {classes - 1}: "
+        f"; a sample has label {label}, and the model gives scores for labels 0 to {classes - 1}: "
         f"correct the data set's labels{more}"
     )
 

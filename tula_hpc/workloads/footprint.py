@@ -212,7 +212,7 @@ def _assumptions(device: str, method: str) -> tuple[str, ...]:
     else:
         assumed = [
             f"holes in the heap take {HEAP_HOLES:.0%} of the bytes in blocks below 32 MiB",
-            "interpreter and libraries take as much as in the process that estimates",
+            "interpreter and libraries take as much as in the process of this estimate",
         ]
     if method == "real":
         assumed.append("counted on real tensors: the model cannot run on fake ones")
@@ -230,7 +230,7 @@ def _describe(footprint: Footprint) -> Iterator[str]:
         "interpreter and libraries": footprint.host_baseline_bytes,
     }
     workers = plural(footprint.world_size, "worker")
-    yield f"A worker of a training with {workers}, before any profile, MiB:"
+    yield f"Memory of one worker in a training with {workers}, estimated before any profile, MiB:"
     yield from (f"  {name:<34}{size / MIB:>12,.1f}" for name, size in parts.items() if size)
     limit = ""
     if footprint.limit_bytes is not None:
@@ -255,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.sweep, options.cluster, options.set, check_paths=False
         )
         if sweep.workload.is_script:
-            message = "memory is counted on models that this package builds; a sweep measures it"
+            message = "only the built-in loop's memory can be estimated; for scripts it is measured"
             raise InputError(message, source=options.sweep, key="workload.script")
         names = _partition_names(options, sweep, cluster)
         parts = {name: cluster.part(name) for name in names}

@@ -226,8 +226,8 @@ def refuse_unused(model: nn.Module) -> None:
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     if unused:
         raise InputError(
-            f"the loss gives no gradient to {in_short(unused)}, for which several workers would "
-            "wait without end; use it, remove it, or freeze it by requires_grad_(False)",
+            f"the loss gives no gradient to {in_short(unused)}, and several workers would wait for "
+            "it forever; use it, remove it, or freeze it by requires_grad_(False)",
             key="workload.model",
         )
 
