@@ -161,7 +161,7 @@ class CheckpointError(TulaError):
     """A checkpoint is missing, damaged or not made by this package."""
 
 
-_TELLING: dict[Failure | None, type[TulaError]] = {
+_BY_FAILURE: dict[Failure | None, type[TulaError]] = {
     each.failure: each
     for each in (
         InputError,
@@ -177,4 +177,4 @@ _TELLING: dict[Failure | None, type[TulaError]] = {
 
 def error_for(failure: Failure | None) -> type[TulaError]:
     """Return the error whose name alone shows this kind of failure; `StageError` if none does."""
-    return _TELLING.get(failure, StageError)
+    return _BY_FAILURE.get(failure, StageError)

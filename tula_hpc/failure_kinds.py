@@ -4,7 +4,8 @@ The kind decides whether the job is submitted again, what the user reads, and wh
 from it.
 
 To add a kind, define it here, and in `errors.py` the error that means it, if any
-(`TulaError.failure`, and `_TELLING` if the error's name alone shows the kind). Two places follow:
+(`TulaError.failure`, and `_BY_FAILURE` if the error's name alone shows the kind). Two places
+follow:
 
 - `launch/diagnosis.py` recognizes the kind in the states of Slurm and in logs; these signs are all
   there is for a job whose process raises no error;

@@ -105,8 +105,8 @@ def duration_within(seconds: float, low: float, high: float, beside: float | Non
         return format_duration(seconds)
     if half < 1:
         # at most three digits, unless a value shown next to the interval lies just outside it
-        most = _power_of_ten(max(half / 2, abs(low) / 300, abs(high) / 300))
-        steps = [most, most / 10, most / 100]
+        coarsest = _power_of_ten(max(half / 2, abs(low) / 300, abs(high) / 300))
+        steps = [coarsest, coarsest / 10, coarsest / 100]
     else:
         # a coarser step would round an end of the interval past values well inside it
         steps = [step for step in reversed(_STEPS_S) if step <= max(half / 2, 1)]

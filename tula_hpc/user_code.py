@@ -306,13 +306,13 @@ def _check_item(spec: WorkloadSpec, item: Any, classes: int, place: str) -> None
     if spec.loss is None:
         fits = _has_image(item) and _is_whole(item[1])
         if fits and not 0 <= (label := operator.index(item[1])) < classes:
-            least = ""
+            hint = ""
             if label >= classes:
-                least = (
+                hint = (
                     f"; labels count from 0: return {label + 1} or more classes, or smaller labels"
                 )
             found = f"has label {label} as {place}; expected 0 to {classes - 1}"
-            raise _data_error(spec, f"{found}, as it returned {classes} for classes{least}")
+            raise _data_error(spec, f"{found}, as it returned {classes} for classes{hint}")
         if not fits and _has_image(item):
             found = f"has {kind_of(item[1])} as the label of {place}"
             meant = f"expected a whole number from 0 to {classes - 1}, such as int(label)"

@@ -284,7 +284,7 @@ class _Steps:
         inputs, targets = self.batch(local_batch)
         inputs = map_tensors(self._laid_out, inputs)
         # a GPU receives the next batch during the step
-        ahead = self.batch(local_batch, loaded=True) if self.on_gpu else None
+        next_batch = self.batch(local_batch, loaded=True) if self.on_gpu else None
         self.tracker.watch()
         precision = self.workload.precision
         with torch.autocast("cpu", CPU_DTYPES[precision], enabled=precision != "fp32"):
@@ -296,7 +296,7 @@ class _Steps:
         self.tracker.watch()
         self.optimizer.step()
         after = self.tracker.peak()
-        del ahead
+        del next_batch
         return Step(backward.live_bytes, after.live_bytes, backward.blocks)
 
     def _laid_out(self, inputs: Tensor) -> Tensor:

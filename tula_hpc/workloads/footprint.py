@@ -144,13 +144,13 @@ def _with_limit(found: Footprint, cluster: ClusterSpec) -> Footprint:
     if limit is None:
         return found
     allowed = int(limit * (1.0 - cluster.memory_margin))
-    beside = found.scaling_bytes
+    additional = found.scaling_bytes
     if cluster.device == "cpu":
-        beside += -(-found.checkpoint_bytes // cluster.workers_per_node)
-    fitting = [batch for batch, peak in found.peaks.items() if peak + beside <= allowed]
+        additional += -(-found.checkpoint_bytes // cluster.workers_per_node)
+    fitting = [batch for batch, peak in found.peaks.items() if peak + additional <= allowed]
     return found.model_copy(
         update={
-            "beside_bytes": beside,
+            "beside_bytes": additional,
             "limit_bytes": allowed,
             "largest_local_batch": max(fitting, default=0),
         }
