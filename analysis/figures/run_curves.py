@@ -47,9 +47,10 @@ def curve_of(name: str, run: RunContents) -> RunCurve:
         chosen = (run.plan.chosen.global_batch, run.plan.chosen.predicted("epoch_time_s"))
     measured: dict[int, float] = {}
     samples = run.plan.dataset_samples if run.plan else 0
-    for name_of_part in {row.partition for row in run.ok}:
-        for where, seconds in measured_epochs(of_partition(run.ok, name_of_part), samples).items():
-            _keep_least(measured, where.global_batch, seconds)
+    for partition in {row.partition for row in run.ok}:
+        rows = of_partition(run.ok, partition)
+        for configuration, seconds in measured_epochs(rows, samples).items():
+            _keep_least(measured, configuration.global_batch, seconds)
     accuracies: list[tuple[int, float]] = []
     losses: list[tuple[int, float]] = []
     for training in run.trainings[:1]:

@@ -75,8 +75,8 @@ def _draw(curve: ScalingCurve, run: RunContents) -> Drawing | Missing:
             _value_axis(axes, curve, quantity)
             _draw_panel(axes, curve, quantity)
             ringed = [row for row in curve.rows if row.nodes == chosen]
-            _draw_marks(axes, ringed, quantity)
-        _explain(panels[0], curve)
+            _draw_rings(axes, ringed, quantity)
+        _add_legend(panels[0], curve)
     return Drawing(curve.name, title, _caption(curve, chosen), figure, _table(curve, chosen))
 
 
@@ -163,14 +163,14 @@ def _draw_row(axes: Axes, row: ScalingRow, quantity: Quantity) -> None:
     mark.set(markersize=5.0, markerfacecolor=style.PAPER.light if key.hollow else COLOUR)
 
 
-def _draw_marks(axes: Axes, rows: Sequence[ScalingRow], quantity: Quantity) -> None:
+def _draw_rings(axes: Axes, rows: Sequence[ScalingRow], quantity: Quantity) -> None:
     for row in rows:
         point = [row.nodes], [quantity.value(row).value]
         (ring,) = axes.plot(*point, "o", color=style.INK.light, fillstyle="none", zorder=6)
         ring.set(markersize=12, markeredgewidth=1.4)
 
 
-def _explain(axes: Axes, curve: ScalingCurve) -> None:
+def _add_legend(axes: Axes, curve: ScalingCurve) -> None:
     """Write the legend above the first panel, whose width it must not change."""
     rows = style.legend(axes, _keys(curve), left=-0.2)
     if legend := axes.get_legend():
@@ -207,10 +207,10 @@ def finding(curve: ScalingCurve) -> str:
         nodes = plural(within[-1].nodes, "node")
         if predicted:
             nodes += " would"
-        clauses.append(f"{nodes} {_outdo(curve, within[-1], would=predicted)}")
+        clauses.append(f"{nodes} {_describe_gain(curve, within[-1], would=predicted)}")
     if not within or last is not within[-1]:
         nodes = f"{last.nodes:,}" if within else plural(last.nodes, "node")
-        clauses.append(f"{nodes} would {_outdo(curve, last, would=True)}")
+        clauses.append(f"{nodes} would {_describe_gain(curve, last, would=True)}")
     clauses[0] = clauses[0].replace("(", f"as {curve.base.nodes:,} (efficiency ")
     subject = f"Strong scaling of batch {curve.batch:,}"
     if curve.kind == "weak":
@@ -218,7 +218,7 @@ def finding(curve: ScalingCurve) -> str:
     return f"{subject}: {', '.join(clauses)}"
 
 
-def _outdo(curve: ScalingCurve, row: ScalingRow, *, would: bool = False) -> str:
+def _describe_gain(curve: ScalingCurve, row: ScalingRow, *, would: bool = False) -> str:
     factor = f"{format_number(row.speed_up.value, 2)} times "
     if factor == "1 times ":
         factor = ""

@@ -112,23 +112,23 @@ def _training(
         if one.over:
             took.setdefault(one.job_id, []).append(one.elapsed_s)
     worked_s = sum(one.result.wall_time_s for one in mine if one.result)
-    for job_id, its_signs in of_job.items():
-        groups = _runs(its_signs)
+    for job_id, job_signs in of_job.items():
+        groups = _runs(job_signs)
         known = took.get(job_id, [])
         elapsed: Sequence[float | None] = known if len(known) == len(groups) else ()
-        reached = submitted.get(job_id)
-        for signs_of_run, seconds in zip_longest(groups, elapsed):
+        waiting_since = submitted.get(job_id)
+        for run_signs, seconds in zip_longest(groups, elapsed):
             usual = worked_s if len(groups) == len(submitted) == 1 else None
-            begin = _begin(signs_of_run, seconds or usual, reached)
-            last = next((one for one in signs_of_run if one.kind in STOPS), None)
-            end = max(begin, (last or signs_of_run[-1]).time)
-            if reached is not None:
-                yield Stretch(row, job_id, "waiting", reached, begin)
+            begin = _begin(run_signs, seconds or usual, waiting_since)
+            last = next((one for one in run_signs if one.kind in STOPS), None)
+            end = max(begin, (last or run_signs[-1]).time)
+            if waiting_since is not None:
+                yield Stretch(row, job_id, "waiting", waiting_since, begin)
             yield Stretch(row, job_id, "training", begin, end, last.title if last else "")
-            reached = max(end, signs_of_run[-1].time)
+            waiting_since = max(end, run_signs[-1].time)
         waits = not groups or groups[-1][-1].title == "requeued"
-        if waits and reached is not None:
-            yield _still_waiting(row, job_id, reached, run)
+        if waits and waiting_since is not None:
+            yield _still_waiting(row, job_id, waiting_since, run)
 
 
 def _still_waiting(row: str, job_id: str, since: float, run: RunContents) -> Stretch:
@@ -159,19 +159,19 @@ def _runs(signs: Iterable[Sign]) -> list[list[Sign]]:
     return groups
 
 
-def _begin(signs: Sequence[Sign], elapsed_s: float | None, reached: float | None) -> float:
-    """Return a run's start: as its end notes it, or by its first sign or length, or `reached`."""
+def _begin(signs: Sequence[Sign], elapsed_s: float | None, waiting_since: float | None) -> float:
+    """Return a run's start: as its end notes it, else by its first sign or length."""
     for sign in signs:
         if sign.began_at is not None:
-            return sign.began_at if reached is None else max(reached, sign.began_at)
+            return sign.began_at if waiting_since is None else max(waiting_since, sign.began_at)
     known = []
     if signs[0].kind == "resumed":
         known.append(signs[0].time)
     if elapsed_s:
         known.append(signs[-1].time - elapsed_s)
-    if reached is None:
+    if waiting_since is None:
         return min(known, default=signs[0].time)
-    return max(reached, min(known, default=reached))
+    return max(waiting_since, min(known, default=waiting_since))
 
 
 def draw_timeline(run: RunContents) -> Drawing | Missing:
@@ -187,7 +187,7 @@ def draw_timeline(run: RunContents) -> Drawing | Missing:
     with style.styled():
         figure, (axes,) = style.new_figure(title, 1.0 + ROW_IN * max(2, len(rows)))
         _draw(axes, [one for one in shown if one.row in rows], rows, first, whole_s)
-        _dress(axes, rows, whole_s, found)
+        _set_up_axes(axes, rows, whole_s, found)
     table = Table(COLUMNS, [_row(one, first) for one in shown])
     return Drawing("timeline", title, _caption(found, rows), figure, table)
 
@@ -213,7 +213,7 @@ def _draw(
             axes.plot(*at, "X", color=style.ALERT.light, markersize=7, zorder=5)
 
 
-def _dress(axes: Axes, rows: Sequence[str], whole_s: float, found: Sequence[Stretch]) -> None:
+def _set_up_axes(axes: Axes, rows: Sequence[str], whole_s: float, found: Sequence[Stretch]) -> None:
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_yticks(range(len(rows)), rows)
     axes.tick_params(axis="y", length=0)

@@ -65,7 +65,7 @@ def draw_training(run: RunContents) -> Drawing | Missing:
         ends_of_lines = []
         if has_losses:
             ends_of_lines = list(_draw_all(panels[-1], trainings, _draw_losses))
-            _dress_loss(panels[-1])
+            _finish_loss_panel(panels[-1])
         if has_accuracy:
             ends_of_lines = list(_draw_all(panels[0], trainings, _draw_accuracy))
             panels[0].set_ylabel("test accuracy, %")
@@ -163,7 +163,7 @@ def _draw_losses(axes: Axes, training: Training, colour: str) -> labels.EndLabel
     return labels.EndLabel(epoch, last, format_number(last, 3), colour)
 
 
-def _dress_loss(loss: Axes) -> None:
+def _finish_loss_panel(loss: Axes) -> None:
     loss.set_ylabel("loss")
     style.from_zero(loss)
     keys = [style.Key("test", marker="o", line="-"), style.Key("training", line="--")]

@@ -79,14 +79,14 @@ def _write(runs: Sequence[RunDirectory], folder: Path | None, *, as_json: bool) 
     if not as_json:
         print(paths[0])
         return
-    told = {
+    summary = {
         "schema_version": 1,
         "run_directory": str(first.root.absolute()),
         "kind": kind,
         "page": str(paths[0].absolute()),
         "files": [str(path.absolute()) for path in paths],
     }
-    write_out(json.dumps(told, indent=1) + "\n")
+    write_out(json.dumps(summary, indent=1) + "\n")
 
 
 def _write_run(run: RunDirectory) -> list[Path]:

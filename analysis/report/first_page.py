@@ -65,7 +65,7 @@ def first_page(run: RunContents) -> FirstPage:
     """Return the first page of a run at any stage."""
     if run.plan is None:
         decision = " ".join(_without_plan(run))
-        answers = {"What it took": list(_took(run)), "What to do next": _next(run)}
+        answers = {"What it took": list(_took(run)), "What to do next": _next_steps(run)}
     else:
         decision = _decision(run, run.plan)
         will_take = []
@@ -77,7 +77,7 @@ def first_page(run: RunContents) -> FirstPage:
             took += price
         else:
             will_take = [_expected(run.plan), *where_time_goes(run.plan.chosen)]
-            will_take += [*_of_a_step(run), *price, *_for_the_batch(run)]
+            will_take += [*_step_shares(run), *price, *_batch_adaptation(run)]
             will_take += progress_sentences(run.plan)
         answers = {
             "What it will take": will_take,
@@ -91,7 +91,7 @@ def first_page(run: RunContents) -> FirstPage:
             "What would change it": list(
                 _what_would_change(run.plan, has_trained=bool(run.trainings))
             ),
-            "What to do next": _next(run),
+            "What to do next": _next_steps(run),
         }
     found = [Section(heading, sentences) for heading, sentences in answers.items() if sentences]
     return FirstPage(decision, found)
@@ -159,7 +159,7 @@ def _expected(plan: Plan) -> str:
     )
 
 
-def _of_a_step(run: RunContents) -> list[str]:
+def _step_shares(run: RunContents) -> list[str]:
     """Say where the time of the chosen configuration's step goes; empty if it was not measured."""
     chosen = run.plan.chosen if run.plan else None
     times = [
@@ -196,7 +196,7 @@ ADAPTED = {
 }
 
 
-def _for_the_batch(run: RunContents) -> list[str]:
+def _batch_adaptation(run: RunContents) -> list[str]:
     """Say what the training does for its large batch; empty if it does nothing."""
     if run.plan is None or run.sweep is None:
         return []
@@ -262,8 +262,8 @@ def _ended_as(chosen: Candidate, training: Training, result: TrainResult) -> boo
 
 def _against_prediction(run: RunContents, training: Training) -> str:
     candidate = candidate_of(run.plan, training)
-    is_told = any(steps_off(run.plan, run.events, training))
-    if candidate is None or not training.epoch_time_s or is_told:
+    is_reported = any(steps_off(run.plan, run.events, training))
+    if candidate is None or not training.epoch_time_s or is_reported:
         return ""
     # the median epoch, since the sum of all epochs includes the start of the first one
     ratio = training.epoch_time_s / candidate.epoch_time_s
@@ -370,7 +370,7 @@ def _of_open_trainings(run: RunContents, labels: Iterable[str]) -> str:
     return f"{fix} tula status RUN names the log. {IS_RUN}"
 
 
-def _next(run: RunContents) -> list[str]:
+def _next_steps(run: RunContents) -> list[str]:
     remedies = {doubt.remedy for doubt in doubts(run)}
     failed = RunHistory(run.events).stage_failure()
     if failed is not None:

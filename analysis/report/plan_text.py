@@ -206,11 +206,11 @@ class Alternative(NamedTuple):
 
     def against(self, plan: Plan) -> str:
         """Compare with the chosen one, by the time to the same progress if that decides."""
-        own, its = map(_to_progress, (self.candidate, plan.chosen))
+        own, of_chosen = map(_to_progress, (self.candidate, plan.chosen))
         if SOONEST in self.roles:
-            return f"after {own}; the chosen batch needs {its}"
+            return f"after {own}; the chosen batch needs {of_chosen}"
         if plan.objective == "progress" and not {FASTEST, CHEAPEST}.issuperset(self.roles):
-            return f"to the same progress after {own}; the chosen one needs {its}"
+            return f"to the same progress after {own}; the chosen one needs {of_chosen}"
         return against(self.candidate, plan.chosen)
 
 
@@ -245,17 +245,17 @@ def alternatives(plan: Plan) -> list[Alternative]:
     soonest = min(feasible, key=lambda c: c.progress_time_s or math.inf)
     if (chosen.progress_time_s or 0.0) > SOONER * (soonest.progress_time_s or math.inf):
         named.append((SOONEST, soonest))
-    alike = chosen
+    too_close = chosen
     if not_told_apart(plan):
-        alike = plan.runners_up[0]
+        too_close = plan.runners_up[0]
     found: dict[str, Alternative] = {}
     for role, candidate in named:
         # a candidate that already has a role is shown there with its number of nodes
-        is_told = name_of(candidate) in found and role in (FEWER, MORE)
-        if candidate == chosen or is_told:
+        is_named = name_of(candidate) in found and role in (FEWER, MORE)
+        if candidate == chosen or is_named:
             continue
         is_better = candidate == fastest and beats(candidate, chosen)
-        is_compared = candidate == alike or is_better
+        is_compared = candidate == too_close or is_better
         other = found.setdefault(name_of(candidate), Alternative(candidate, [], is_compared))
         other.roles.append(role)
     return list(found.values())
@@ -291,10 +291,10 @@ def not_told_apart(plan: Plan) -> list[str]:
         chosen = _to_same_progress(chosen)
         other = _to_same_progress(other)
         compared = f"{against(other, chosen)} to the same progress"
-    for one, its in ((chosen, other), (other, chosen)):
-        low, high = _by_steps(its)
-        value = getattr(its, name)
-        if not low * value <= getattr(one, name) <= high * value:
+    for candidate, rival in ((chosen, other), (other, chosen)):
+        low, high = _by_steps(rival)
+        value = getattr(rival, name)
+        if not low * value <= getattr(candidate, name) <= high * value:
             return []
     # nothing speaks for a candidate that is neither faster nor cheaper
     choose = "; choose by what matters more to you"

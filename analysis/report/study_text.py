@@ -50,7 +50,7 @@ def _verdict(table: StudyTable, batch: int) -> Iterator[str]:
         yield f"How much of that loss was recovered: {', '.join(recovered)}."
     worst = [e for e in row if e.mark == "worst" and e.test is not None and not e.diverged]
     if worst:
-        yield f"Worst {_are(worst)} with {percent(worst[0].test)}."
+        yield f"Worst {_verb_and_names(worst)} with {percent(worst[0].test)}."
     # `_loss` already names plain training that diverged
     for entry in methods:
         if entry.diverged:
@@ -102,7 +102,7 @@ def _against(plain: Spread, small: Entry, test_samples: int | None) -> str:
     return f"lost {points(lost)} against {reached}"
 
 
-def _are(equals: Sequence[Entry]) -> str:
+def _verb_and_names(equals: Sequence[Entry]) -> str:
     # for example "is lbt", "are lbt and ags"
     verb = "is" if len(equals) == 1 else "are"
     return f"{verb} {listed([entry.column for entry in equals])}"
@@ -110,7 +110,7 @@ def _are(equals: Sequence[Entry]) -> str:
 
 def _best(leaders: Sequence[Entry], row: Sequence[Entry]) -> str:
     best = leaders[0]
-    text = f"Best {_are(leaders)} with {percent(best.test)}"
+    text = f"Best {_verb_and_names(leaders)} with {percent(best.test)}"
     means = {}
     for entry in row:
         if entry.mark != "best" and entry.test is not None and not entry.diverged:

@@ -47,8 +47,8 @@ def draw_pareto(run: RunContents) -> Drawing | Missing:
         figure, (axes,) = style.new_figure(title, 3.7)
         style.value_axis(axes, times, label="expected time of the training", durations=True)
         style.amount_axis(axes, costs, f"cost of the training, {chosen.currency}")
-        for _, alike in sorted(marks.items(), key=lambda entry: entry[0]):
-            _draw_alike(axes, alike, _look(run, plan, alike[0]))
+        for _, group in sorted(marks.items(), key=lambda entry: entry[0]):
+            _draw_group(axes, group, _look(run, plan, group[0]))
         axes.plot(*zip(*front, strict=True), "-", color=style.INK.light, linewidth=1.2, zorder=2)
         text = f"chosen: {chosen.configuration.short}"
         if chosen.partition:
@@ -88,7 +88,7 @@ def _look(run: RunContents, plan: Plan, item: Candidate) -> style.SizeStyle:
     return look._replace(marker=style.partition_marker(names.index(item.partition)))
 
 
-def _draw_alike(axes: Axes, items: list[Candidate], look: style.SizeStyle) -> None:
+def _draw_group(axes: Axes, items: list[Candidate], look: style.SizeStyle) -> None:
     for feasible in (True, False):
         mine = [(item.cost, item.wall_time_s) for item in items if item.feasible == feasible]
         costs, times = np.array(mine).reshape(-1, 2).T

@@ -34,7 +34,7 @@ TEMPLATE = "runs_template.html"
 # keys of [workload] in which runs must not differ, or their epochs are not the same work
 SAME_WORK = ("script", "module", "model", "dataset", "samples")
 # settings that differ between any two runs, and say nothing
-NOT_TOLD = ("name", "workload.data_dir", "study")
+NOT_LISTED = ("name", "workload.data_dir", "study")
 # most settings that are listed as different; a sweep file may have more
 MOST_DIFFERENCES = 40
 
@@ -206,7 +206,7 @@ def differences(named: Sequence[NamedRun]) -> TextTable:
     rows: list[tuple[str, ...]] = []
     for key in keys:
         values = [each.get(key, UNKNOWN) for each in settings]
-        if key not in NOT_TOLD and len(set(values)) > 1:
+        if key not in NOT_LISTED and len(set(values)) > 1:
             rows.append((key, *values))
     columns = ("setting", *(run.name for run in named))
     if len(rows) > MOST_DIFFERENCES:
