@@ -386,7 +386,7 @@ _PARTS = {
     "loader": "waiting for data",
     "compute": "computing",
     "network": "the network",
-    "unknown": "no one part",
+    "unknown": "no single part",
 }
 
 
