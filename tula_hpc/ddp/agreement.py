@@ -30,7 +30,7 @@ class Agreeing(Protocol):
 # Seconds between agreements: a preempted job has at least some seconds of grace, and one small
 # collective a second costs nothing.
 CHECK_EVERY_S = 1.0
-# the first steps all end with an agreement, until the step time is known
+# number of first steps that each end with an agreement, until the step time is known
 FIRST_CHECKS = 10
 # largest factor by which the number of steps between two agreements may grow
 GROWTH = 2

@@ -91,7 +91,7 @@ def build_stepper(
 
 
 def synchronous_epochs(epochs: int) -> int:
-    """Return the synchronous epochs of post-local SGD: 5, or a fifth of a short training, or 1."""
+    """Return the synchronous epochs of post-local SGD: a fifth of all, at least 1, at most 5."""
     return min(SYNCHRONOUS_EPOCHS, max(1, epochs // 5))
 
 

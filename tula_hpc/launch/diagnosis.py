@@ -243,7 +243,7 @@ def telling_line(log: str) -> str:
 
 
 def is_own_sentence(log: str) -> bool:
-    """Tell whether the line that says most is an error of this package, a whole sentence."""
+    """Tell whether the line that says most is an error of this package: a whole sentence."""
     best = next(itertools.chain(*_lines_by_weight(log)), "")
     return best.startswith("tula_hpc.errors.")
 

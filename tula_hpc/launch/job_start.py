@@ -69,7 +69,7 @@ def requeue(job_id: str, time_outs_left: int, countdown: int) -> None:
     Args:
         job_id: The job's id.
         time_outs_left: Time-outs that were left before the signal.
-        countdown: Time-outs left now; fewer if submitit counts this stop as one.
+        countdown: Time-outs left now: fewer if submitit counts this stop as a time-out.
 
     Raises:
         UncompletedJobError: The job reached its time limit, and Slurm refused.

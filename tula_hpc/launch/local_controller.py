@@ -32,7 +32,7 @@ class EndingController(Controller):
     """Controller that ends a job's other workers after one has failed."""
 
     def run(self, max_retry: int = sys.maxsize) -> None:
-        """Run the job as often as it asks for; it has its own limit, instead of submitit's six."""
+        """Run the job as often as it asks for, by its own limit; submitit's limit is six runs."""
         super().run(max_retry)
 
     def start_tasks(self) -> None:

@@ -51,7 +51,7 @@ UNDER_WAY = ("PENDING", "RUNNING", "COMPLETING", "SUSPENDED")
 
 
 class JobState(NamedTuple):
-    """State of one job in squeue, and the reason for which it waits."""
+    """State of one job in squeue, and the reason why it waits."""
 
     state: str
     reason: str
@@ -413,7 +413,7 @@ def leaving(job_id: str, timeout_s: float = REQUEUE_TIMEOUT_S) -> Leaving | None
 
 
 def _job_fields(job_id: str, timeout_s: float = COMMAND_TIMEOUT_S) -> dict[str, str]:
-    """Return the fields of `scontrol show job`; {} where the controller does not answer."""
+    """Return the fields of `scontrol show job`; {} if the controller does not answer."""
     try:
         return _shown_fields(job_id, timeout_s)
     except LaunchError:

@@ -145,7 +145,7 @@ class SlurmJobs:
         self.folders = folders
 
     def check(self) -> None:
-        """Raise `LaunchError` where there is no sbatch, or no srun, which the script calls."""
+        """Raise `LaunchError` if there is no sbatch, or no srun, which the script calls."""
         for name in ("sbatch", "srun"):
             if shutil.which(name) is None:
                 where = "run this on a Slurm login node, or with a local cluster file"

@@ -70,7 +70,7 @@ def run_apart(
 def estimate(
     sweep_file: Path, cluster_file: Path, timeout_s: float = TIMEOUT_S, *, partition: str = ""
 ) -> Estimate:
-    """Run `tula footprint`; return the reason instead of raising where that fails.
+    """Run `tula footprint`; return the reason instead of raising if that fails.
 
     Args:
         sweep_file: The sweep.

@@ -154,7 +154,7 @@ def stage_progress(stage: str) -> StageProgress:
 
 
 def most_profiled(sweep: SweepSpec, workers_per_node: int) -> int | None:
-    """Return the largest number of profiles on a partition; None where the search has no bound.
+    """Return the largest number of profiles on a partition; None if the search has no bound.
 
     It is an upper bound: batches that do not fit into memory are not measured.
     """

@@ -62,8 +62,8 @@ def _job(sweep: Sweep, partition: str, batch: int, spec: SweepSpec, label: str) 
 def cell_spec(sweep: SweepSpec, cell: StudyCell, rates: Mapping[str, float]) -> SweepSpec:
     """Return the sweep of one cell: the column's keys, the cell's seed, and the chosen rate.
 
-    `rates` are by family, see `TunedRates`, and for columns without a rate of their own. They were
-    chosen at the small batch, so that lr scaling starts there.
+    `rates` has the rate of each family, see `TunedRates`, for columns without a rate of their own.
+    These rates were chosen at the small batch, so lr scaling starts there.
     """
     column = study_column(sweep, cell.column, check_paths=False)
     workload: dict[str, object] = {"seed": cell.seed}
