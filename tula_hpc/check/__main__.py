@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 
 NODES = 2
 MINUTES = 3
-# short, so that the signal before the time limit does not come while the probes run: they send
-# their own
+# short, so that Slurm's signal before the time limit comes after the probes, which send their own
 SIGNAL_DELAY_S = 10
 WAIT_MINUTES = 10
 POLL_S = 1.0
@@ -214,7 +213,7 @@ class _Check:
                 [self.task], stage="profile", nodes=self.nodes, minutes=MINUTES, patient=False
             )
         except KeyboardInterrupt:
-            # Slurm may have accepted the job already; it has to be cancelled
+            # Slurm may have accepted the job already, which then has to be cancelled
             self.job = next(iter(self.launcher.find_lost()), None)
             raise
         except LaunchError as error:

@@ -104,7 +104,7 @@ def run_probes(job: CheckJob, env: WorkerEnvironment, stop: StopRequest) -> None
         Probe.COLLECTIVES, lambda: time_collectives(job, place, reporter.report, peers)
     )
     if Probe.COLLECTIVES in reporter.report.errors:
-        # other workers may wait for this one in a collective: by its exit code srun -K1 ends them
+        # other workers may wait for this one in a collective: if it exits, srun -K1 ends them
         raise SystemExit(1)
     if place.rank > 0 or not place.on_slurm:
         reporter.finish()

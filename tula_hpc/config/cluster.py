@@ -65,7 +65,7 @@ class PartitionSpec(Spec):
 
 # largest number of characters, or of table entries, of tres_weights
 MOST_WEIGHTS = 2000
-# assumed where the cluster file gives neither and no job has measured them
+# seconds until a job's first step and, at most, for a checkpoint, if neither given nor measured
 ASSUMED_START_S = 60.0
 ASSUMED_SAVE_S = 5.0
 
@@ -158,7 +158,7 @@ class PricingSpec(Spec):
         return "SU" if self.basis == "tres" and self.usd_per_unit is None else "USD"
 
 
-# about two years
+# largest time limit, about two years
 MOST_MINUTES = 10**6
 
 

@@ -10,8 +10,8 @@ from pydantic import Field, field_validator, model_validator
 
 from tula_hpc.config.validation import Needs, Spec, shown
 
-# Keys that other tools use, each with the end of the message that refuses it in a sweep file: it
-# says which key to use here.
+# Keys that other tools use, each with the end of the message that refuses it in a sweep file: this
+# end names the key to use instead.
 _BATCH = (
     "; the sweep chooses the batch, between search.min_batch and search.max_batch, and "
     "training.base_batch is the batch that workload.lr was chosen for"

@@ -297,7 +297,7 @@ def required_keys(text: str) -> list[str]:
     asked = [key for key in unknown_keys(text) if key in _EXAMPLES]
     # a file that `tula init` did not write may lack these without a line that asks for them
     asked += [key for key in ("samples", "arguments") if key not in asked]
-    # besides the line that sets `arguments`, others may ask for further ones: not required here
+    # a key that is set is not required, even if another line asks for further `arguments`
     return [key for key in asked if not _has(text, key)]
 
 
