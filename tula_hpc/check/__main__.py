@@ -118,7 +118,7 @@ def _run(options: argparse.Namespace) -> int:
     finally:
         for check in checks:
             check.cancel()
-        if not any(check.has_telling_logs for check in checks):
+        if not any(check.keeps_logs for check in checks):
             shutil.rmtree(run.root, ignore_errors=True)
     logs = str(run.slurm) if run.root.exists() else ""
     failed = any(verdict.level == "failed" for check in checks for verdict in check.verdicts)
@@ -270,7 +270,7 @@ class _Check:
                 time.sleep(POLL_S / 2)
 
     @property
-    def has_telling_logs(self) -> bool:
+    def keeps_logs(self) -> bool:
         """Tell whether the job began but did not run to its end."""
         return self.job is not None and not self.is_complete and bool(self.job.log_files())
 
@@ -287,10 +287,10 @@ class _Check:
 
 def _for_check(cluster: ClusterSpec) -> ClusterSpec:
     """Return the cluster with settings for the check: NCCL logs which network it uses."""
-    telling = (
+    nccl_log = (
         {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"} if cluster.device == "cuda" else {}
     )
-    own = {"environment": {**telling, **cluster.environment}, "signal_delay_s": SIGNAL_DELAY_S}
+    own = {"environment": {**nccl_log, **cluster.environment}, "signal_delay_s": SIGNAL_DELAY_S}
     return cluster.model_copy(update=own)
 
 

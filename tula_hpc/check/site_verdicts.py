@@ -330,5 +330,5 @@ def judge_data_here(folder: Path, readable: bool, needed: bool = True) -> Verdic
     if not needed:
         return ok(Topic.DATA_HERE, f"{found}, and need not be, with search.estimate = false")
     remedy = "set workload.data_dir to a folder that all nodes see"
-    alone = "search.estimate = false if only the compute nodes have it"
-    return failed(Topic.DATA_HERE, found, f"{remedy}, or {alone}")
+    otherwise = "search.estimate = false if only the compute nodes have it"
+    return failed(Topic.DATA_HERE, found, f"{remedy}, or {otherwise}")

@@ -443,10 +443,10 @@ def _parse(
             is_own = item["type"] == "value_error"
             cause = (item["loc"][:-1], item["msg"]) if is_own else line
             lines.setdefault(cause, line)
-        told = list(lines.values())
+        listed = list(lines.values())
         if len(own) > MOST_MISTAKES:
-            told.append(f"{path}: and {len(own) - MOST_MISTAKES} more mistakes")
-        raise InputError("\n".join(told)) from None
+            listed.append(f"{path}: and {len(own) - MOST_MISTAKES} more mistakes")
+        raise InputError("\n".join(listed)) from None
 
 
 def _as_json(path: Path | str, tables: dict[str, Any]) -> str:

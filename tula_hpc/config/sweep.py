@@ -463,8 +463,8 @@ def _idle_by_others(sweep: SweepSpec) -> Iterator[tuple[str, str]]:
             "{seed} is in none of workload.arguments; put it there, or remove this",
         )
     if work.dataset in DATASETS and not DATASETS[work.dataset].on_disk:
-        alone = f'dataset = "{work.dataset}" reads no folder'
-        yield "workload.data_dir", f"{alone}; set workload.dataset, or remove this"
+        reason = f'dataset = "{work.dataset}" reads no folder'
+        yield "workload.data_dir", f"{reason}; set workload.dataset, or remove this"
 
 
 def idle_reference(sweep: SweepSpec) -> Iterator[tuple[str, str]]:

@@ -138,14 +138,14 @@ def _read_script(options: argparse.Namespace) -> Script:
     from tula_hpc.init.sweep_file import Script
 
     path: Path = options.script
-    what = None
+    mistake = None
     if not path.is_file():
-        what = "is no file" if path.exists() else "no such file"
+        mistake = "is no file" if path.exists() else "no such file"
     elif path.suffix == ".toml":
         # TOML is often valid Python, and the sweep file would get the same name
-        what = "is a sweep or cluster file"
-    if what is not None:
-        message = f"{what}; expected a training script in Python, by its path from {Path.cwd()}"
+        mistake = "is a sweep or cluster file"
+    if mistake is not None:
+        message = f"{mistake}; expected a training script in Python, by its path from {Path.cwd()}"
         raise InputError(message, source=path)
     if options.file.is_dir():
         raise InputError("is a folder; expected the name of a cluster file", source=options.file)

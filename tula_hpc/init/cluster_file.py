@@ -131,10 +131,10 @@ def _shape(place: Place) -> Iterator[Line]:
     )
     cores = max(1, nodes.cpus // workers)
     usual = int(WorkloadSpec.model_fields["loader_workers"].default)
-    said = "loader processes included"
+    comment = "loader processes included"
     if place.gpus and cores <= usual:
-        said = f"so few that sweeps need workload.loader_workers = {cores - 1}"
-    yield Line("cpus_per_worker", cores, f"of {nodes.cpus} a node, {said}")
+        comment = f"so few that sweeps need workload.loader_workers = {cores - 1}"
+    yield Line("cpus_per_worker", cores, f"of {nodes.cpus} a node, {comment}")
     yield Line("exclusive", True, "keep other jobs off the nodes")
     if place.gpus:
         yield Line(
@@ -149,13 +149,15 @@ def _shape(place: Place) -> Iterator[Line]:
 def _times(place: Place) -> Iterator[Line]:
     defaults = ClusterSpec.model_fields
     limit = place.most_minutes
-    said = "the partition has no time limit" if limit is None else f"the time limit is {limit} min"
+    comment = (
+        "the partition has no time limit" if limit is None else f"the time limit is {limit} min"
+    )
     shortest_s = math.inf
     for key in ("profile_minutes", "train_minutes"):
         usual = int(defaults[key].default)
         minutes = max(1, min(usual, limit or usual))
         shortest_s = min(shortest_s, 60 * minutes)
-        yield Line(key, minutes, said)
+        yield Line(key, minutes, comment)
     delay_s = int(defaults["signal_delay_s"].default)
     if delay_s >= shortest_s / 2:
         yield Line(

@@ -84,9 +84,9 @@ class ScriptOptions(NamedTuple):
         if any(map(_OF_ONE_PASS.search, self.batch.names)):
             # its help may mention a global batch, to say how that follows from this batch
             return False
-        told = self.batch.help.lower()
-        is_part = _OF_A_NODE.search(told) or _OF_A_WORKER.search(told)
-        return _GLOBAL.search(told) is not None and not is_part
+        help_text = self.batch.help.lower()
+        is_part = _OF_A_NODE.search(help_text) or _OF_A_WORKER.search(help_text)
+        return _GLOBAL.search(help_text) is not None and not is_part
 
 
 # words in an option's name or help that mean the batch of all workers together
