@@ -98,7 +98,7 @@ class MemoryUse(Record):
     optimizer_bytes: int
     # part of optimizer_bytes that the workers divide among them (ZeRO)
     sharded_bytes: int = 0
-    # from here on for CUDA only. Memory of the smallest device of any worker; None: unknown
+    # CUDA only, as the fields below: memory of the smallest device of any worker; None: unknown
     total_bytes: int | None = None
     # used outside of torch's allocator after the timed steps: CUDA context, NCCL, cuDNN, others
     other_bytes: int | None = None
@@ -169,7 +169,7 @@ class Measurement(Record):
     between_epochs_s: float | None = Field(default=None, ge=0.0, lt=CREDIBLE_S)
     # script: samples that the loaders of all workers give out in an epoch; 0: unknown
     epoch_samples: int = Field(default=0, ge=0)
-    # script: it saves its state by `tula_hpc.attach`, so a restart goes on exactly where it was
+    # script: it saves its state with `tula_hpc.attach`, so a restart goes on exactly where it was
     kept: bool = False
     # script: one loader iterator serves all epochs; it would begin anew after a restart
     one_iterator: bool = False

@@ -48,9 +48,9 @@ class Candidate(Record):
     workers_per_node: WorkersPerNode = 1
     local_batch: Batch
     global_batch: Batch
-    # forward passes a script needs for the local batch if memory does not hold it in one
+    # forward passes in which a script takes the local batch; several if memory requires it
     accumulation: int = Field(default=1, ge=1, le=2**31)
-    # measured if this configuration was, else predicted
+    # as measured if this configuration was measured, else as predicted
     step_time_s: float
     # predicted by the fitted model in either case
     model_step_time_s: float
@@ -67,8 +67,8 @@ class Candidate(Record):
     currency: Literal["USD", "SU"] = "USD"
     # the site's overhead included; None if the nodes' power is unknown
     energy_kwh: float | None = None
-    # minutes between checkpoints, as time and cost assume; a training decides by its own
-    # measurements. None: a script that saves nothing
+    # minutes between checkpoints that time and cost assume (a training decides by its own
+    # measurements); None: a script that saves nothing
     checkpoint_minutes: float | None = None
     # parts of wall_time_s: steps, evaluation, checkpoints, starts and ends of jobs, repeated (work
     # that restarts do again)

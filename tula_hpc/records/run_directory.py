@@ -127,7 +127,7 @@ class RunDirectory:
         self.slurm = self.root / "slurm"
         # figures, tables and the report
         self.report = self.root / "report"
-        # the inputs, frozen when the run began
+        # inputs of the run, with all defaults filled in
         self.sweep_file = self.root / "sweep.toml"
         self.cluster_file = self.root / "cluster.toml"
         # result of trying the workload on the login node
@@ -228,7 +228,7 @@ class RunDirectory:
                 message = f"is in use by {owner}; see {self.status_command}"
                 raise RunDirectoryError(message, source=self.root) from None
             except OSError as error:
-                # as on NFS without its lock service
+                # for instance, NFS without its lock service
                 message = f"{path}: cannot be locked: {in_words(error)}; put the run on a file system with flock"
                 raise StorageError(message) from None
             note_owner(path, descriptor, role)

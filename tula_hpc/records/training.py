@@ -41,8 +41,8 @@ class TrainResult(Record):
     # in a study: accuracy on fixed training samples, not augmented
     train_accuracy: float | None = None
     train_top5_accuracy: float | None = None
-    # seconds from the start of a job to the start of its training loop; not part of train_time_s.
-    # Like the next two, a sum over all runs, as far as checkpoints remember them
+    # Seconds from the start of a job to the start of its training loop. Like the next two fields, a
+    # sum over all runs as far as checkpoints remember them, and not part of train_time_s.
     starts_s: float
     # None: a script's training
     evaluation_s: float | None = None

@@ -19,7 +19,7 @@ class JobPhase(StrEnum):
 
     WAITING = "waiting"
     RUNNING = "running"
-    # it did its work, which may be to find out that a batch does not fit into memory
+    # it did its work; that includes finding out that a batch does not fit into memory
     FINISHED = "finished"
     # it failed, and the sweep has recorded that
     FAILED = "failed"

@@ -76,7 +76,7 @@ class PlanStatus(Record):
     workers_per_node: int
     local_batch: int
     global_batch: int
-    # forward passes that a script needs for the local batch
+    # forward passes in which a script takes the local batch
     accumulation: int = 1
     partition: str
     epoch_time_s: float

@@ -92,7 +92,7 @@ def failure_words(job: JobStatus, unknown: str = "ended") -> str:
         kind = job.failure.value.replace("_", " ")
     if not job.detail:
         return kind
-    # the detail alone is a sentence that says what is wrong, or an exception
+    # such a detail is a whole sentence that says what is wrong, or an exception
     if job.failure and (job.failure.is_the_users or job.failure is Failure.BUG):
         return job.detail
     return f"{kind}: {job.detail}"
