@@ -195,7 +195,7 @@ def find_source(module: str) -> Source | None:
     """Return the source of a module, None if there is no such module.
 
     Raises:
-        ValueError: It cannot be read, or is not valid Python.
+        ValueError: The source cannot be read, or is not valid Python.
     """
     found = find_module(module)
     return None if found is None else source_of(found[1])
@@ -205,7 +205,7 @@ def source_of(path: Path) -> Source:
     """Read a module's source without importing the module, which could import torch.
 
     Raises:
-        ValueError: It cannot be read, or is not valid Python.
+        ValueError: The source cannot be read, or is not valid Python.
     """
     try:
         # as bytes, since the source may name its encoding

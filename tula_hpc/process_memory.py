@@ -111,7 +111,7 @@ def _private(pid: int) -> int:
     try:
         rollup = (PROC / str(pid) / "smaps_rollup").read_text()
     except OSError:
-        # it ended meanwhile
+        # the process ended meanwhile
         return 0
     sizes_kib = re.findall(r"^Private_\w+:\s+(\d+) kB", rollup, re.MULTILINE)
     return 1024 * sum(map(int, sizes_kib))
@@ -121,7 +121,7 @@ def _processor_s(pid: int | str) -> float:
     try:
         line = (PROC / str(pid) / "stat").read_text()
     except OSError:
-        # it ended meanwhile
+        # the process ended meanwhile
         return 0.0
     # man 5 proc: utime and stime are fields 14 and 15, and fields 16 and 17 for children that have
     # ended, as a fork server's have; field 2, the command's name, may hold spaces and brackets

@@ -30,8 +30,8 @@ def starts_a_command() -> bool:
 def drop_working_directory() -> None:
     """Take the working directory off the path, here and for the processes that this one starts.
 
-    It stays where PYTHONPATH names it in full, and where this very package is found nowhere else: a
-    user who runs an uninstalled copy from its own folder trusts that folder.
+    It stays if PYTHONPATH names it in full, or if this very package is found nowhere else: a user
+    who runs an uninstalled copy from its own folder trusts that folder.
     """
     path = _without_working_directory()
     if not _finds_this_package(path):

@@ -182,7 +182,7 @@ class Cadence:
         self.spent_s += self.last.total_s
         before_s = self.last.total_s if self.cost_s is None else self.cost_s
         self.cost_s = before_s + (self.last.total_s - before_s) / min(self.saves, REMEMBERED)
-        # not before the end of the warm-up
+        # `quiet` may not begin before the end of the warm-up
         self.quiet = max(self.work, self.quiet)
 
     @property

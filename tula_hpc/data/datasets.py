@@ -55,7 +55,7 @@ _GREY = 127.5
 _CONTRAST = 40.0
 # standard deviation of each pixel's noise, likewise; the classes overlap but can be distinguished
 _NOISE = 50.0
-# length of the row of which each image's noise is a part: fresh noise costs 100 times as much
+# values in the row from which each image takes its noise: fresh noise costs 100 times as much
 _NOISE_VALUES = 2**20
 _SYNTHETIC_SAMPLES = 2048
 _SYNTHETIC_TEST_SAMPLES = 512

@@ -1,7 +1,7 @@
 """Name the item that shows a mistake in a data set.
 
-A loader process sends an error in place of the batch, which is raised where the batch is requested:
-a traceback of this package would say nothing about the mistake.
+A loader process sends an error in place of the batch. The error is raised where the batch is
+requested: a traceback of this package would say nothing about the mistake.
 """
 
 from __future__ import annotations

@@ -116,9 +116,9 @@ class Shapes(NamedTuple):
 
     Attributes:
         inputs: A batch of one sample; on the meta device if only shapes and types are known.
-        targets: Likewise.
+        targets: A batch of one target, likewise.
         classes: Width of the output, an argument of the model.
-        image_size: Edge of an image, likewise.
+        image_size: Edge of an image, an argument of the model.
         loaded: The inputs as they travel to a GPU, images as bytes.
     """
 

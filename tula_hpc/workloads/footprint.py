@@ -133,8 +133,8 @@ def _scaling_bytes(sweep: SweepSpec, world: int, counts: Counts) -> int:
 def _checkpoint_bytes(sweep: SweepSpec, world: int, counts: Counts) -> int:
     from tula_hpc.workloads.optimizers import shards
 
-    # as `analysis.planning.memory_limit.checkpoint_copy_bytes`; under ZeRO the counted states are
-    # this worker's share
+    # the same as in `analysis.planning.memory_limit.checkpoint_copy_bytes`; under ZeRO the counted
+    # states are this worker's share
     state_copies = 2 * world if shards(sweep.workload, world) else 1
     return counts.parameters + counts.optimizer * state_copies
 

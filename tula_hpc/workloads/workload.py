@@ -183,7 +183,7 @@ def _check_fits(
     The device is that of the training: some models run on GPUs only.
 
     Raises:
-        InputError: One of them fails, or does not return what the protocol asks for.
+        InputError: One of the three fails, or does not return what the protocol asks for.
     """
     count, inputs, targets = _test_batch(data.test, tried)
     inputs, targets = map_tensors(lambda tensor: tensor.to(device), (inputs, targets))
