@@ -54,7 +54,7 @@ class NormRatios:
     a few operations on vectors.
 
     Args:
-        granularity: "tensor": each has its own ratio. "model": all have one.
+        granularity: "tensor": each tensor has its own ratio. "model": all tensors share one.
         exponent: Exponent of the ratio.
         smoothing: Decay of the averages for each update, from 0 (the last pair alone) to below 1.
         spike_guard: Compare the average at b_small with this update's own norm at b_large where
@@ -91,7 +91,7 @@ class NormRatios:
             large: (n,), float64, on the same device, at the same weights.
             present: Parameters that have a gradient now: the averages of others, as of frozen ones,
                 are kept but do not count.
-            guard: Let the spike guard act: these are the norms of the next step alone.
+            guard: Let the spike guard act, as these are the norms of the next step alone.
             stretch: The ratio is that of large + stretch·(small − large) to large: the squared norm
                 at yet another batch, by the line in 1/batch. The averages stay at b_small.
 

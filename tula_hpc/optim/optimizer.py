@@ -113,12 +113,12 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
             steps/scale_warmup).
         gate: Rule for using the scale, see `Sensitivity`: "paper" or "none".
         apply: "gradient", or "update": the factor multiplies the base's update, p ← p_old +
-            s·(p_new − p_old). For bases that divide by the gradient's size (Adam, LARS,
-            LAMB), where a factor before that would cancel out. Takes a copy of the parameters
-            during the step.
-        spike_guard: A gradient that is longer than its moving average is scaled by its own length,
-            see `norm_ratio.py`; for norms that `observe_small` gives, without effect at "element"
-            and where `smoothing` is 0.
+                s·(p_new − p_old). For bases that divide by the gradient's size (Adam, LARS,
+                LAMB), where a factor of the gradient would cancel out. It needs a copy of the
+                parameters during the step.
+        spike_guard: Scale a gradient that is longer than its moving average by its own length, see
+            `norm_ratio.py`. Acts on norms that `observe_small` gives; without effect at "element"
+            and if `smoothing` is 0.
 
     Raises:
         TypeError: `base` is not an optimizer.
@@ -298,11 +298,11 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
 
         Args:
             squares: (n,) squared norm of each parameter's gradient over `batch` samples, unscaled,
-                or a mean of several such; in parameter order, NaN where there is none.
-            batch: Samples of which such a gradient is the mean, below `large_batch`.
-            large: (n,) squared norms of the large gradient. Needed only where the gradients are
-                changed before the step, as by clipping: both must be measured on the same side of
-                it.
+                    or the mean of several; in parameter order, NaN where a parameter has none.
+                batch: Samples that such a gradient averages over, fewer than `large_batch`.
+                large: (n,) squared norms of the large gradient. Needed only if the gradients are
+                    changed before the step, as by clipping: small and large norms must then both be
+                    from before the change, or both from after it.
 
         Raises:
             ValueError: Shapes or batch do not fit, scaling is static, or each element has its own

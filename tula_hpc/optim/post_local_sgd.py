@@ -30,7 +30,7 @@ class EpochAverager(ModelAverager):
     with an average, so that one model is evaluated.
 
     Args:
-        model: On every worker. BatchNorm's statistics are averaged too; integers (its count of
+        model: This worker's model. BatchNorm's statistics are averaged too; integers (its count of
             batches) and frozen parameters are not.
         synchronous_epochs: Epochs before the first local step; nothing is averaged in them.
         group: Process group of the workers; the default group if None.
@@ -54,7 +54,7 @@ class EpochAverager(ModelAverager):
 
         Args:
             start: Epochs seen before the step, fractional; the `end` of the step before it.
-            end: Epochs seen after it, a whole number after the last step of an epoch.
+            end: Epochs seen after the step, a whole number after the last step of an epoch.
         """
         self.start, self.end = start, end
 

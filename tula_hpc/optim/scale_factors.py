@@ -364,7 +364,7 @@ class Estimates:
 
         Args:
             parameters: In the optimizer's order.
-            norms: Of the large gradient, 0-dim, by parameter.
+            norms: Norms of the large gradient, 0-dim, by parameter.
             norm_squared: ‖G‖² over all of them.
             shortened: Factor by which clipping shortened both gradients, 0-dim, to be undone in the
                 noise scale; not used if `expect` got the large gradient's norms before clipping.

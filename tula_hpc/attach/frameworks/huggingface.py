@@ -226,7 +226,7 @@ def _skip(original: Callable[[Any, int], Any], loader: Any, batches: int) -> Any
 
 
 def _restore_callbacks(trainer: Any) -> None:
-    """Give a Trainer's callbacks their states in its checkpoint; it would make new callbacks."""
+    """Give a Trainer's callbacks their states in its checkpoint, and make no new callbacks."""
     for name, saved in trainer.state.stateful_callbacks.items():
         given = [each for each in trainer.callback_handler.callbacks if type(each).__name__ == name]
         # a list if there are several callbacks of the class

@@ -97,7 +97,7 @@ class Hooks:
         self._last = Source()
         # an evaluation has used the last batch
         self._is_evaluated = False
-        # iterators that gave a batch for the step before, by id, as an evaluation's seldom does
+        # iterators that gave batches for the step before, by id: training's, not an evaluation's
         self._prior: dict[int, Source] = {}
         # dimension of inputs that counts samples, if no loader shows their number; None: unknown
         self._dimension: int | None = None
@@ -185,7 +185,7 @@ class Hooks:
         latest = self._last
         if inner.training and torch.is_grad_enabled():
             samples = self._samples_in(args, kwargs)
-            # the batch usually comes from the loader that gave one last
+            # the batch usually comes from the loader that gave a batch last
             is_last = samples == latest.items and self._given
             source = latest.key if is_last else self._source_of(samples)
             if not self._source:
@@ -239,7 +239,7 @@ class Hooks:
         return self._is_evaluated or (self._keeps_batches and self._since_new >= KEPT_STEPS)
 
     def _samples_in(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-        """Return the samples of a forward pass by its arguments; 0 where these do not show it."""
+        """Return the samples of a forward pass by its arguments; 0 where these do not show them."""
         first = args[0] if args else kwargs
         given = self._last.items
         if isinstance(first, Tensor) and first.dim() > 0 and first.shape[0] == given > 0:

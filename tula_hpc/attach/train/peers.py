@@ -136,7 +136,7 @@ def _plain(value: Any) -> Any:
 
 
 def lacking_in(things: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> str:
-    """Return why the states of kept things lack the model's weights or optimizer's state; or "".
+    """Return in words what kept things lack of a model's weights and optimizer's state; or "".
 
     An optimizer around another one may leave the inner one's momentum out of its own state. On
     other workers than rank 0 the states of things may be empty.

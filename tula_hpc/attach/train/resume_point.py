@@ -202,7 +202,7 @@ def _is_within(file: Path, work: Path) -> bool:
 
 
 def _place_of(work: Path, saved_at: float | None) -> Saved | None:
-    """Return the last place that was saved by `saved_at`; None: no place is noted."""
+    """Return the last place that was saved up to `saved_at`; None: no place is noted."""
     if saved_at is None:
         return None
     places = [place for place in places_saved_in(work) if place.at <= saved_at + FILE_CLOCK_S]

@@ -357,7 +357,7 @@ class ScriptTraining(Mode):
                 self.drift.count(step_s, waited_s)
 
     def pause(self) -> None:
-        """Leave the time up to the next forward pass out of the training's."""
+        """Leave the time up to the next forward pass out of the training's time."""
         self._times.pause()
 
     def be_kept(self, *, begins: bool) -> None:
