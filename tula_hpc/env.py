@@ -193,7 +193,7 @@ HIDDEN_FROM_SCRIPTS = ("SLURM_", "SUBMITIT_", "PMI_", "PMIX_", "OMPI_", "PALS_")
 
 def environment_of_script(place: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment for a script, with `place` as the only rank and peers."""
-    # PYTHONSAFEPATH protects the job: programs that a script starts must find their modules
+    # PYTHONSAFEPATH is for the job alone: programs that a script starts must find their modules
     hidden = (*HIDDEN_FROM_SCRIPTS, CONTROLLER, "PYTHONSAFEPATH")
     shown = ("SLURM_CONF", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE", "SLURM_GPUS_ON_NODE")
     kept = {
