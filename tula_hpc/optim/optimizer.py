@@ -298,11 +298,11 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
 
         Args:
             squares: (n,) squared norm of each parameter's gradient over `batch` samples, unscaled,
-                    or the mean of several; in parameter order, NaN where a parameter has none.
-                batch: Samples that such a gradient averages over, fewer than `large_batch`.
-                large: (n,) squared norms of the large gradient. Needed only if the gradients are
-                    changed before the step, as by clipping: small and large norms must then both be
-                    from before the change, or both from after it.
+                or the mean of several; in parameter order, NaN where a parameter has none.
+            batch: Samples that such a gradient averages over, fewer than `large_batch`.
+            large: (n,) squared norms of the large gradient. Needed only if the gradients are
+                changed before the step, as by clipping: small and large norms must then both be
+                from before the change, or both from after it.
 
         Raises:
             ValueError: Shapes or batch do not fit, scaling is static, or each element has its own
