@@ -25,7 +25,7 @@ LONGEST = 24
 # least distances of a name from a line across the panel: below the line, and above its text
 BENEATH = 0.035
 ABOVE = 0.09
-# distance between a label and lines from which on more is no better, as a share of the panel
+# distance of a label from lines beyond which more distance is no better, as a share of the panel
 MOST_CLEARANCE = 0.05
 # radius around the chosen point, where its own line may be, and the distance from a line at
 # which the label's pointer touches it, as shares of the panel

@@ -26,7 +26,7 @@ COLOUR = style.SIZES[0].light
 # looks of marks: filled circles are measured, hollow ones predicted, diamonds extrapolated
 PREDICTED = style.Key("predicted", marker="o", hollow=True, colour=COLOUR)
 EXTRAPOLATED = style.Key("extrapolated", marker="D", line="--", hollow=True, colour=COLOUR)
-# factor between a value and an end of its interval from which the end lies outside the panel
+# largest factor between a value and an end of its interval that the panel has to show
 MOST_WIDTH = 2.5
 # quantities that have three columns: the value, and both ends of its interval
 INTERVALS = (

@@ -36,9 +36,9 @@ from tula_hpc.records import Candidate, Plan, grouped
 
 # the table shows global batches up to this factor smaller or larger than the chosen one
 NEIGHBOUR_FACTOR = 4
-# ratio of the time to the same progress to the planned time below which the two count as equal
+# the time to the same progress and the planned time count as equal below this ratio
 NOTABLE_FACTOR = 1.05
-# ratio of two times to the same progress below which the noise scale cannot tell them apart
+# the noise scale cannot tell two times to the same progress apart below this ratio
 SOONER = 1.2
 FRONT_MARK = "◆"
 # parts of `Candidate.wall_parts_s` in words

@@ -24,7 +24,7 @@ from tula_hpc.formatting import listed, plural
 from tula_hpc.records import EpochMetrics, Metrics
 
 SMALLER_RATES = "lower workload.lr, or give smaller rates in study.base_lrs"
-# gain in accuracy in the last tenth of epochs up to which the small batch is trained out
+# gain of accuracy in the last tenth of the epochs above which the small batch needs more epochs
 TRAINED_OUT = 0.01
 
 

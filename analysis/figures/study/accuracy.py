@@ -26,7 +26,7 @@ from tula_hpc.config import REFERENCE_COLUMN, SweepSpec, study_column
 from tula_hpc.formatting import format_number, in_percent, listed, plural
 
 MOST_PANELS = 3
-# share of the epochs whose accuracy may lie below the panel: the ends are compared
+# first share of the epochs, whose accuracy may lie below the panel: what is compared is the end
 LATER = 0.25
 # dashes of the small batch's line
 DASHES = (0, (5, 3))
