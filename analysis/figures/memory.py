@@ -169,13 +169,13 @@ def _allowed(
     """Return the memory that the plan allows a step, bytes per worker, by number of workers."""
     if limit is None:
         return dict.fromkeys(workers, math.inf)
-    beside = np.zeros(len(workers))
+    extra_bytes = np.zeros(len(workers))
     if run.sweep and run.cluster and summary.profiles:
         counts = np.array(workers, dtype=np.float64)
         update_s = update_time(summary)
-        beside = on_top_bytes(summary, update_s, run.cluster, run.sweep.training, counts)
+        extra_bytes = on_top_bytes(summary, update_s, run.cluster, run.sweep.training, counts)
     margin = run.cluster.memory_margin if run.cluster else 0.0
-    return dict(zip(workers, (limit * (1 - margin) - beside).tolist(), strict=True))
+    return dict(zip(workers, (limit * (1 - margin) - extra_bytes).tolist(), strict=True))
 
 
 def _fits(item: Candidate, summary: Summary, allowed: Mapping[int, float]) -> bool:

@@ -75,18 +75,18 @@ def draw_study_accuracy(contents: StudyContents, table: StudyTable) -> Drawing |
     if not lines:
         return Missing("study_accuracy", "accuracy against batch", no_result(table))
     names = list(lines)
-    beside = labels.have_room(names)
+    at_ends = labels.have_room(names)
     title = _accuracy_title(table)
     with style.styled():
         figure, (axes,) = style.new_figure(title, 3.9)
-        right = 0.06 + 0.0145 * max(map(len, names)) if beside else 0.05
+        right = 0.06 + 0.0145 * max(map(len, names)) if at_ends else 0.05
         style.batch_axis(axes, table.batches, "global batch B", right=right)
         accuracy_axis(axes, shown)
         ends = [_draw_line(axes, entries, table.columns) for entries in lines.values()]
         across = None
         if table.reference and table.reference.test:
             across = _draw_small_batch(axes, table.reference)
-        if beside:
+        if at_ends:
             labels.label_ends(axes, ends, across=across)
         else:
             keys = [end.key for end in ends]
@@ -313,13 +313,13 @@ def draw_study_delta(contents: StudyContents, table: StudyTable) -> Drawing | Mi
         figure, (axes,) = style.new_figure(title, 3.4)
         axes.set_xscale("log")
         ends = [_draw_delta_line(axes, line, table) for line in lines]
-        beside = labels.have_room([end.text for end in ends])
-        for_names = (deltas[-1] / deltas[0]) ** 0.22 if beside else 1.0
+        at_ends = labels.have_room([end.text for end in ends])
+        for_names = (deltas[-1] / deltas[0]) ** 0.22 if at_ends else 1.0
         axes.set_xlim(deltas[0] / 1.15, deltas[-1] * for_names * 1.1)
         style.named_ticks(axes, deltas, lambda delta: format_number(delta, 3))
         axes.set_xlabel("threshold δ of the gradient's relative change Δ(G)")
         accuracy_axis(axes, [point.entry for point in points])
-        if beside:
+        if at_ends:
             labels.label_ends(axes, ends)
         else:
             style.legend(axes, list(dict.fromkeys(end.key for end in ends)), left=-0.02)

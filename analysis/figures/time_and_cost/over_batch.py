@@ -184,13 +184,13 @@ def _draw(
 ) -> Drawing:
     sizes = run.cluster_sizes
     ends = list(_end_labels(curves, sizes))
-    beside = labels.have_room([end.text for end in ends], MOST_NAMES)
+    at_ends = labels.have_room([end.text for end in ends], MOST_NAMES)
     values: list[float] = []
     for point in (*curves.measured, *curves.predicted):
         values += point.interval
     with style.styled():
         figure, (axes,) = style.new_figure(title, 3.7)
-        style.batch_axis(axes, curves.batches, style.BATCH_LABEL, right=0.13 if beside else 0.05)
+        style.batch_axis(axes, curves.batches, style.BATCH_LABEL, right=0.13 if at_ends else 0.05)
         style.value_axis(axes, values, label=quantity.label, durations=quantity.durations)
         _shade_infeasible(axes, curves)
         _draw_knee(axes, curves)
@@ -199,9 +199,9 @@ def _draw(
             _draw_predicted(axes, _on(nodes, curves.predicted), look.colour)
             _draw_measured(axes, _on(nodes, curves.measured), look)
         _draw_out_of_memory(axes, curves, sizes)
-        taken = labels.label_ends(axes, ends if beside else [])
+        taken = labels.label_ends(axes, ends if at_ends else [])
         _mark_chosen(axes, curves, quantity, taken)
-        if beside:
+        if at_ends:
             style.legend(axes, _keys(curves))
         else:
             every = -(-len(ends) // MOST_KEYS)
