@@ -1237,7 +1237,7 @@ def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(
     epochs = f"20 epochs of {format_duration(chosen.epoch_time_s)}"
     assert planned == f"planned: {chosen.configuration}, 4 workers and {epochs}"
     assert takes.startswith("planned: Training should take ")
-    assert "to learn as much would take about 7 min " in learns
+    assert "learning as much would take about 7 min " in learns
     write = command_line("plan", str(run.root), "--objective", "cost", "--write")
     assert [line for line in lines if line.startswith("cheapest: ") and line.endswith(f"; {write} chooses it")]
     changed = {"chosen": chosen.model_copy(update={"measured": False, "nodes": 1, "wall_time_s": 1.0})}
