@@ -1252,7 +1252,7 @@ def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(
         "was not measured, as its profile would cost 20 % of the training's node-seconds. "
         "Its numbers are predicted by a model."
     ) in said
-    assert "cluster file; set yours there.\n" in said
+    assert "cluster file; set your price there.\n" in said
     assert "profiling took 80 node-seconds, more than this training (1); search.max_profiles limits it" in said
     inputs = (str(run.sweep_file), "--cluster", str(run.cluster_file), "--run-dir", str(run.root))
     assert (
