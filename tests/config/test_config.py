@@ -344,7 +344,7 @@ def test_any_form_that_gives_every_worker_a_gpu_is_accepted(here: Path, asked: s
         ('[sbatch]\ntres-per-task = "gres/gpu:2"', "sbatch.tres-per-task: expected 1 GPU, since each worker uses one"),
         ("[sbatch]\ngpus = 8", "sbatch.gpus: expected gpus-per-node = 4: jobs have 1 to 64 nodes"),
         ("max_nodes = 1\n[sbatch]\ngpus = 3", f"sbatch.gpus: {EACH}"),
-        ("[sbatch]\ngpus-per-socket = 4", "sbatch.gpus-per-socket: Slurm wants sockets-per-node with it"),
+        ("[sbatch]\ngpus-per-socket = 4", "sbatch.gpus-per-socket: Slurm requires sockets-per-node with it"),
         ('gres = "gpu:4"\n[sbatch]\ngpu-bind = "single:2"', 'sbatch.gpu-bind: expected "single:1", one GPU for each'),
         ('gres = "gpu:4"\nsrun_args = ["--gpu-bind=per_task:4"]', 'srun_args: expected "per_task:1"'),
         ('gres = "gpu:4"\n[sbatch]\ncpus-per-gpu = 8', "sbatch: cpus-per-gpu is set by this program; see cpus_per_w"),
@@ -441,7 +441,7 @@ def test_an_override_reaches_one_partition_by_its_name(here: Path) -> None:
         (
             TWO_PARTITIONS,
             "max_nodes=3",
-            "changes nothing: every one of [[partitions]] has a value of its own; "
+            "changes nothing: each of [[partitions]] has a value of its own; "
             "set partitions.NAME.max_nodes, NAME being gpu or gpu.large",
         ),
     ],

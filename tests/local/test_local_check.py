@@ -59,7 +59,7 @@ def test_what_cannot_be_waited_for_or_written_to_is_refused(here: Path, capsys: 
     for minutes in ("-3", "nan", "inf"):
         with pytest.raises(SystemExit, match="2"):
             main(["cluster.toml", f"--wait-minutes={minutes}"])
-        assert f"expected minutes from 0 on, got {minutes}" in capsys.readouterr().err
+        assert f"expected 0 minutes or more, got {minutes}" in capsys.readouterr().err
     (here / "runs").touch()
     assert main(["cluster.toml"]) == 2
     assert capsys.readouterr().err == f"{here / 'runs'}: is not a folder; move it away\n"

@@ -94,7 +94,7 @@ def minutes(text: str) -> float:
     """Return an option's minutes; argparse names this function if the text is no number."""
     number = float(text)
     if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"expected minutes from 0 on, got {text}")
+        raise argparse.ArgumentTypeError(f"expected 0 minutes or more, got {text}")
     return number
 
 

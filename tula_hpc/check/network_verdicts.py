@@ -116,9 +116,7 @@ def judge_collectives(reports: Sequence[RankReport]) -> Iterator[Verdict]:
     if link_gbs is not None and crossing < LEAST_LINK_SHARE * link_gbs:
         share = f"{crossing / link_gbs:.0%} of the {format_number(link_gbs, 3)}"
         found = f"{found}, {share} that the link should carry"
-        remedy = (
-            "see interfaces; look for a link that is slow or shared, and for cores that are too few"
-        )
+        remedy = "see interfaces; look for a slow or shared link, and for too few cores"
         yield warning(Topic.ALL_REDUCE, found, remedy)
         return
     yield ok(Topic.ALL_REDUCE, found)

@@ -95,7 +95,7 @@ def judge_container(cluster: ClusterSpec, folders: Folders, run: Path) -> list[V
     if container is None:
         return []
     if container.image.startswith(("/", ".")) and not Path(container.image).exists():
-        remedy = "put the image where all nodes see it, or mend container.image"
+        remedy = "put the image where all nodes see it, or correct container.image"
         return [warning(Topic.CONTAINER, f"{container.image} is not on this machine", remedy)]
     return [ok(Topic.CONTAINER, describe(cluster, folders, run))]
 

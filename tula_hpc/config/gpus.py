@@ -194,7 +194,7 @@ def _gpus_of_task(options: Mapping[str, _Option]) -> Iterator[tuple[_Option, int
 def _of_sockets(options: Mapping[str, _Option]) -> int:
     if "sockets-per-node" not in options:
         raise ValueError(
-            f"{options['gpus-per-socket'].key}: Slurm wants sockets-per-node with it; "
+            f"{options['gpus-per-socket'].key}: Slurm requires sockets-per-node with it; "
             "expected gpus-per-node instead"
         )
     return _count(options["gpus-per-socket"].value) * _count(options["sockets-per-node"].value)

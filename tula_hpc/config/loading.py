@@ -403,7 +403,7 @@ def _refuse_without_effect(cluster: ClusterSpec, overrides: Sequence[str]) -> No
         key = text.partition("=")[0].strip()
         if cluster.partitions and all(table.has(key) for table in cluster.partitions):
             message = (
-                "changes nothing: every one of [[partitions]] has a value of its own; set "
+                "changes nothing: each of [[partitions]] has a value of its own; set "
                 f"partitions.NAME.{key}, NAME being {' or '.join(cluster.part_names())}"
             )
             raise InputError(message, source=OPTION, key=key)

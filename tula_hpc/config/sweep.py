@@ -86,7 +86,7 @@ class SweepSpec(Spec):
         if optimizer != needed:
             raise ValueError(
                 f'training.method: "{method}" is {needed} with a rate of its own for each layer; '
-                f'expected workload.optimizer = "{needed}", and its lr'
+                f'expected workload.optimizer = "{needed}" and a workload.lr for it'
             )
         if method == "polo" and self.workload.zero_stage:
             raise ValueError(
@@ -330,7 +330,7 @@ def _check_study(
         if work.is_script and column.training.adapts and workers == 1:
             message = (
                 f"{name} takes the factors of a script's steps from the gradients of several "
-                f"workers, and here is one; raise study.nodes, or leave {name} out"
+                f"workers, and there is only one; raise study.nodes, or leave out {name}"
             )
             raise InputError(message, source=sweep_file, key="study.nodes")
         for batch in sorted({cell.batch for cell in study.cells()}):

@@ -266,7 +266,7 @@ class TrainingSpec(Spec):
             return self
         if options.granularity == "element" and options.reference == "free":
             raise ValueError(
-                'reference: "free" knows norms only; granularity = "element" needs '
+                'reference: "free" gives only norms; granularity = "element" needs '
                 'reference = "pass"'
             )
         if options.reference == "pass" and options.update_interval_epochs == 0:
@@ -316,7 +316,7 @@ def check_script(training: TrainingSpec, *, scales: bool, of_study: bool) -> Non
     if method in ("lrs", "sqrt") and not scales:
         raise ValueError(
             f'training.method: "{method}" needs {{lr_scale}} in workload.arguments, the factor '
-            'of its learning rate: "--lr", "{lr_scale*0.1}" where that is 0.1 at base_batch'
+            'of its learning rate: "--lr", "{lr_scale*0.1}" if that rate is 0.1 at base_batch'
         )
     for key in _SCRIPTS_OWN:
         if getattr(training, key) != TrainingSpec.model_fields[key].default:

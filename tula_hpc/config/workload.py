@@ -97,7 +97,7 @@ OF_BOTH = frozenset({"metric", "samples", "epochs", "seed"})
 PLACEHOLDERS = {
     "local_batch": "samples of one forward pass of one worker",
     "global_batch": "samples of a step over all workers",
-    "accumulation": "forward passes of a step: workload.accumulation, more where memory asks for it",
+    "accumulation": "forward passes of a step: workload.accumulation, or more to save memory",
     "nodes": "nodes",
     "workers": "workers on all nodes",
     "epochs": "workload.epochs",

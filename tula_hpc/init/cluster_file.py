@@ -169,7 +169,7 @@ def _times(place: Place) -> Iterator[Line]:
         setup += ["ulimit -l $(ulimit -H -l)", "ulimit -n $(ulimit -H -n)"]
     if setup:
         loaded = "modules that are loaded here, and " if modules else ""
-        yield Line("setup", setup, f"shell lines that run first: {loaded}limits raised to the most")
+        yield Line("setup", setup, f"shell lines that run first: {loaded}the highest limits")
 
 
 def _sbatch(place: Place) -> Iterator[Line]:
