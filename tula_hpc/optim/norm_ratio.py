@@ -68,7 +68,7 @@ class NormRatios:
         self.granularity = granularity
         self.exponent = exponent
         self.smoothing = smoothing
-        # (3, n), float64: averages at b_small and b_large, and the weight of both so far
+        # (3, n), float64: decayed sums at b_small and b_large, and the weight that both have so far
         self.averages: Tensor | None = None
         # the last `present` with absent parameters, and its copy on the device
         self._present: tuple[Sequence[bool], Tensor] | None = None
