@@ -1,7 +1,7 @@
-"""Numbers only: models of measurements, the next measurement, the choice, and how to show them.
+"""Compute on a run's records: fit models, propose measurements, choose a plan, write the report.
 
-It needs neither torch nor submitit. Nothing is imported here, so that each part costs only what it
-needs itself.
+The package needs neither torch nor submitit. Importing it loads none of its modules, so that each
+module costs only what it needs itself.
 
 Raises:
     ImportError: The folder was imported under its bare name `analysis`, which would make a second

@@ -1,10 +1,10 @@
-"""A run's records as pandas DataFrames, for notebooks and for analyses of one's own.
+"""Read a run's records into pandas DataFrames, for notebooks and your own analyses.
 
     frames = tula_hpc.analysis.frames("runs/quickstart")
     frames.candidates.to_parquet("candidates.parquet")
 
-Nested fields have a name with a dot, as `times.step_time_s`; lists and mappings of free names are
-JSON. pandas is an extra, `pip install tula_hpc[pandas]`.
+Nested fields become columns with dotted names, for example `times.step_time_s`. Lists, and mappings
+whose keys differ from run to run, are JSON. pandas is an extra, `pip install tula_hpc[pandas]`.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from tula_hpc.records import (
     StepMetrics,
 )
 
-# Unix times, which become dates
+# columns of Unix times, which become dates
 TIMES = ("time", "finished_at")
-# of free names: a column each would be another one in each run
+# mappings whose keys differ from run to run; each stays one column of JSON
 MAPPINGS = ("data", "versions")
 
 
 class Frames(NamedTuple):
-    """DataFrames of one run; one without rows has its columns all the same."""
+    """DataFrames of one run; a frame without rows still has its columns."""
 
-    # every profile, whatever came of it
+    # every profile, failed ones included
     measurements: Any
-    # of the plan, with `chosen`
+    # the plan's candidates; the column `chosen` marks the plan's choice
     candidates: Any
-    # logged steps of all trainings, with `training`; of very many evenly spread ones
+    # logged steps of all trainings, named in the column `training`; very many are thinned evenly
     metrics: Any
-    # of all trainings, with `training`
+    # epochs of all trainings, named in the column `training`
     epochs: Any
     events: Any
 
 
 def read_frames(run: str | Path) -> Frames:
-    """Read a run directory; see `Frames`, and for errors `tula_hpc.analysis.frames`."""
+    """Read a run directory into frames; `tula_hpc.analysis.frames` lists the errors."""
     try:
         pandas = importlib.import_module("pandas")
     except ImportError as error:
@@ -76,7 +76,7 @@ def read_frames(run: str | Path) -> Frames:
 
 def _frame(pandas: Any, rows: Iterable[dict[str, object]], of: type[Record], *more: str) -> Any:
     frame = pandas.DataFrame(list(rows))
-    # of mappings, whose names are known by rows alone
+    # keys of mappings are known from the rows alone
     others = [name for name in frame.columns if "." in name]
     known = [
         name for name in _names(of) if not any(other.startswith(f"{name}.") for other in others)
@@ -89,7 +89,7 @@ def _frame(pandas: Any, rows: Iterable[dict[str, object]], of: type[Record], *mo
 
 
 def _names(of: type[Record], prefix: str = "") -> Iterator[str]:
-    """Yield the columns of a record, whether or not a row has the records within it."""
+    """Yield the columns of a record; those of nested records even if no row has such a record."""
     for name, field in of.model_fields.items():
         kinds = (field.annotation, *get_args(field.annotation))
         inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Record)]

@@ -1,6 +1,6 @@
-"""Drift of a training from the plan's prediction, and the part of the step that causes it.
+"""Detect that step times drift from the plan's prediction, and name the part of the step at fault.
 
-Every worker feeds the same agreed numbers to a `Watch` of its own, so that all see the same
+Every worker feeds the same agreed numbers to its own `Watch`, so that all workers see the same
 change at the same step. No torch is imported.
 """
 
@@ -23,55 +23,56 @@ from tula_hpc.records import (
     is_usable,
 )
 
-# windows in a row that are an alarm
+# windows in a row beyond the edge that raise an alarm
 THRESHOLD = 12
-# each window on the right side undoes two on the wrong one
+# windows beyond the edge that each other window undoes
 STEP_BACK = 2
-# factor beyond the interval's end from which on a step time counts
+# a step time counts as drifted if it exceeds the interval's end by this factor
 MARGIN = 1.1
-# left out after every start, while allocators, caches and loader processes settle
+# looks left out after every start, while allocators, caches and loader processes settle
 WARM_UP_LOOKS = 10
 # a part is named when it explains this share of the deviation
 NAMED_FROM = 0.3
-# share of the computation from which on a slow all-reduce is due to a busy processor
+# if the computation explains this share of the deviation, the all-reduce waits for busy processors
 STARVED_FROM = 0.1
-# likewise, as a factor of its time; the computation is then named from `STARVED_FROM` on
+# A computation that changed by this factor also shows a busy processor. It is then named if it
+# explains `STARVED_FROM` of the deviation.
 STARVED_TIMES = 1.5
-# share of the all-reduce that explains the deviation without a busy processor
+# an all-reduce that explains this share of the deviation can be its cause without a busy processor
 ALONE_FROM = 0.8
-# at most between two looks, which windows consist of
+# longest time between two looks; a window consists of looks
 SECONDS_PER_LOOK = 1.0
 
 DriftChange = Literal["drifted", "recovered"]
 
 
 class SignSum:
-    """One-sided cumulative sum of signs, which alarms at `THRESHOLD`.
+    """One-sided cumulative sum of signs, which raises an alarm at `THRESHOLD`.
 
-    It is +1 for a window beyond the edge, −`STEP_BACK` for any other, never below 0. Only on which
-    side a window lies counts, not how far: one enormous pause is one window. (E. S. Page,
-    "Continuous Inspection Schemes", 1954, with signs for any distribution.) Where the true median
-    lies on the very edge, the mean time to a false alarm is 322 windows or more, and nine million
-    where a quarter of the windows is beyond it.
+    A window beyond the edge adds 1, any other subtracts `STEP_BACK`, and the sum never falls below
+    0. How far beyond the edge a window lies does not count: one enormous pause is one window.
+    (E. S. Page, "Continuous Inspection Schemes", 1954, with signs for any distribution.) If the
+    true median lies exactly on the edge, the mean time to a false alarm is 322 windows or more; if
+    a quarter of the windows lies beyond it, nine million.
     """
 
     def __init__(self) -> None:
         self.sum = 0
 
     def alarms(self, beyond: bool) -> bool:
-        """Take in one window, and tell whether it makes an alarm."""
+        """Add one window, and return whether it raises an alarm."""
         step = 1 if beyond else -STEP_BACK
         self.sum = max(0, self.sum + step)
         return self.sum >= THRESHOLD
 
 
 class Detector:
-    """Detector of episodes: "drifted" when one begins, "recovered" when it is over.
+    """Detector of drift episodes: "drifted" when an episode begins, "recovered" when it ends.
 
-    An episode begins when step times lie beyond the prediction's interval by a further factor
-    `MARGIN`, and is over when they lie inside the interval again: between the two nothing changes.
-    `prediction` is that of a step, seconds, with the 90 % interval of one measurement. `side` is +1
-    (slower) or −1 (faster) to go on with an episode after a restart, else 0.
+    An episode begins when step times exceed an end of the prediction's interval by the factor
+    `MARGIN`, and ends when they lie inside the interval again; between the two nothing changes.
+    `prediction` is the step time in seconds, with the 90 % interval of one measurement. `side` is
+    +1 (slower) or −1 (faster) to continue an episode after a restart, else 0.
     """
 
     def __init__(self, prediction: Interval, side: int = 0) -> None:
@@ -80,7 +81,7 @@ class Detector:
         self._start(side)
 
     def observe(self, step_time_s: float) -> DriftChange | None:
-        """Take in one window's step time."""
+        """Add one window's step time, and return the change that it completes, if any."""
         self.recent.append(step_time_s)
         if self.side:
             if not self.back.alarms(self._is_back(step_time_s)):
@@ -96,7 +97,7 @@ class Detector:
 
     @property
     def measured_s(self) -> float:
-        """Median of the latest windows, which made the alarm."""
+        """Median step time of the latest windows, which raised the alarm."""
         return median(self.recent)
 
     def _is_back(self, step_time_s: float) -> bool:
@@ -112,7 +113,7 @@ class Detector:
 
 
 class Look(NamedTuple):
-    """Means over the steps since the last look, of the slowest worker, as all workers agreed on."""
+    """Means over the steps since the last look, of the slowest worker; equal on all workers."""
 
     steps: float
     step_time_s: float
@@ -120,10 +121,10 @@ class Look(NamedTuple):
 
 
 class Watch:
-    """Grouping of looks into windows, whose means are compared with the predicted mean.
+    """Windows of several looks, whose mean step times are compared with the prediction.
 
-    Loader processes that started together deliver in bursts, which may be longer than a look. A
-    pause of the machine spoils one window, which is no alarm.
+    A single look is too short: loader processes that started together deliver in bursts, which may
+    last longer. A pause of the machine spoils one window, which raises no alarm.
     """
 
     def __init__(self, detector: Detector, window_s: float) -> None:
@@ -139,7 +140,7 @@ class Watch:
         return min(SECONDS_PER_LOOK, self.window_s)
 
     def observe(self, look: Look) -> DriftChange | None:
-        """Take in one look."""
+        """Add one look, and return the change that it completes, if any."""
         self.looks += 1
         if self.looks <= WARM_UP_LOOKS:
             return None
@@ -160,16 +161,16 @@ class Watch:
 
 
 def window_seconds(drift_minutes: float) -> float:
-    """Return the length of a window, by the minutes of drift until an alarm."""
+    """Return the seconds of a window, given the minutes of drift that raise an alarm."""
     return drift_minutes * 60.0 / THRESHOLD
 
 
 def expected_parts(measurements: Iterable[Measurement], configuration: Configuration) -> StepParts:
     """Return the profiled parts of the step at a configuration.
 
-    Where it was measured, the median of its profiles. Elsewhere straight lines: data wait and
-    compute over the local batch, the all-reduce over the number of workers, through the measured
-    values on both sides, or beyond all of them through the last two.
+    For a measured configuration they are the median of its profiles. For others they lie on
+    straight lines: data wait and compute over the local batch, the all-reduce over the number of
+    workers, through the measured values on both sides, or beyond all of them through the last two.
     """
     rows = []
     for row in measurements:
@@ -199,12 +200,12 @@ def _computes(
     for row, times in rows:
         (in_parts if row.parts > 1 else whole).append((row.local_batch, times.compute_time_s))
         whole += row.smaller_computes
-    # a single worker takes large batches in micro-batches, several workers never do
+    # a single worker splits large batches into micro-batches, several workers never do
     return in_parts if alone and in_parts else whole
 
 
 def _at(where: int, points: Sequence[tuple[int, float]]) -> float | None:
-    """Return the value on the line through the neighbours, or the last two; None without points."""
+    """Interpolate between the neighbours, or continue the last two; None without points."""
     values: dict[int, list[float]] = {}
     for place, value in points:
         values.setdefault(place, []).append(value)
@@ -224,13 +225,13 @@ PARTS = {"loader": "data_time_s", "compute": "compute_time_s", "network": "allre
 
 
 def attribute(measured: StepParts, expected: StepParts, deviation_s: float) -> str:
-    """Name the part that deviates in the same direction as the whole step, or "unknown".
+    """Name the part that deviates most in the direction of the whole step, or "unknown".
 
-    The part that deviates most: compute, network or loader. A busy processor slows the all-reduce
-    as well, while a slow link leaves the computation alone: where both deviate, the all-reduce
-    counts to the computation, unless it explains the deviation by itself and the computation little
-    of it. A busy processor slows a whole step more than its parts by themselves: where the
-    computation takes `STARVED_TIMES` as long, less of the deviation has to be explained.
+    The parts are compute, network and loader. A busy processor slows the all-reduce too, while a
+    slow link leaves the computation alone. If both deviate, the all-reduce's share is therefore
+    added to the computation's, unless the all-reduce explains the deviation by itself and the
+    computation little of it. A busy processor slows a whole step more than its parts timed one by
+    one: a computation that changed by `STARVED_TIMES` has to explain less of the deviation.
 
     `deviation_s` is the measured step time less the predicted one.
     """
@@ -251,14 +252,14 @@ def attribute(measured: StepParts, expected: StepParts, deviation_s: float) -> s
 
 
 def extra_s(measured: StepParts, expected: StepParts, part: str) -> float:
-    """Return the seconds that a part takes longer than expected; 0 where either is not known."""
+    """Return the seconds that a part takes longer than expected; 0 if either time is unknown."""
     now = getattr(measured, PARTS[part])
     then = getattr(expected, PARTS[part])
     return 0.0 if now is None or then is None else float(now - then)
 
 
 def describe_drift(events: Iterable[Event]) -> str:
-    """Return the present drift for a line of progress; "" when step times are as predicted."""
+    """Return the present drift for a progress line; "" when step times are as predicted."""
     drift = RunHistory(events).drift()
     if drift is None:
         return ""

@@ -1,7 +1,7 @@
 """Will it scale? Strong and weak scaling over the number of nodes N, measured and predicted.
 
-Strong scaling splits one global batch B, the plan's, over ever more nodes; weak scaling gives every
-worker one local batch b, the plan's. With t the seconds of a step, and N₀ the least number of nodes
+Strong scaling splits the plan's global batch B over more and more nodes; weak scaling gives every
+worker the plan's local batch b. t is the seconds of a step, and N₀ the smallest number of nodes
 that was profiled and can run the batch:
 
     speed-up   = (B / t) / (B₀ / t₀)    samples per second, against those on N₀ nodes
@@ -9,10 +9,10 @@ that was profiled and can run the batch:
     node-hours = N · T                  T: the whole training as the plan expects it, with
                                         evaluation, checkpoints, starts and interruptions
 
-Steps are the plan's: as measured where they were, else those of the model that is fitted to all
-measurements. Intervals hold the truth with 90 % probability: those of times and node-hours are the
-plan's, those of speed-up and efficiency come from models drawn from the fit's uncertainty, each of
-which predicts both steps, and from the covariance of both: shared errors cancel.
+Step times are the plan's: measured ones, or else those of the model that is fitted to all
+measurements. Intervals hold the truth with 90 % probability. Those of times and node-hours are the
+plan's. Those of speed-up and efficiency come from models drawn from the fit's uncertainty, each of
+which predicts both steps, and from the covariance of the two steps, so that shared errors cancel.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from tula_hpc.records import Candidate, Configuration, Interval, Measurement
 Kind = Literal["strong", "weak"]
 Basis = Literal["measured", "predicted", "extrapolated"]
 
-# predictions go up to so many times the largest profiled number of nodes
+# predictions go up to this many times the largest profiled number of nodes
 BEYOND = 4
-# of more, evenly spread ones are shown
+# most numbers of nodes in a curve; more are thinned evenly
 MOST_SIZES = 24
-# in a sentence
+# most numbers of nodes in a sentence
 MOST_LISTED = 6
 # models drawn from the fit's uncertainty
 DRAWS = 1000
@@ -60,20 +60,20 @@ REASONS = {
     Why.UNSEEN: "may not fit in memory, of which no batch near it was measured",
     Why.FOREVER: "needs longer jobs than train_minutes allows",
 }
-# on spot nodes instead
+# reasons that replace those above on spot nodes
 PREEMPTED = {Why.FOREVER: "interruptions leave no time for work"}
 
 
 class ScalingRow(NamedTuple):
-    """One number of nodes, predicted, and measured where it was."""
+    """Prediction for one number of nodes, with its measurement if there is one."""
 
     candidate: Candidate
     basis: Basis
     speed_up: Interval
     efficiency: Interval
-    # by its own profiles
+    # step time measured by this row's own profiles
     measured_step_s: float | None
-    # likewise, see `run_contents.measured_epochs`
+    # epoch time measured by this row's own profiles, see `run_contents.measured_epochs`
     measured_epoch_s: float | None = None
 
     @property
@@ -93,7 +93,7 @@ class ScalingRow(NamedTuple):
 
     @property
     def training_s(self) -> Interval:
-        """Seconds of the whole training, as expected."""
+        """Expected seconds of the whole training."""
         return self.candidate.predicted("wall_time_s")
 
     @property
@@ -108,7 +108,7 @@ class ScalingCurve(NamedTuple):
     kind: Kind
     # strong: B of every row; weak: b of every row
     batch: int
-    # ascending, the first is that of N₀; at least two, unless `why` says why there are none
+    # ascending from N₀; at least two rows, or none for the reason in `why`
     rows: list[ScalingRow]
     why: str = ""
     # numbers of nodes that cannot run the batch, by reason
@@ -116,16 +116,16 @@ class ScalingCurve(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Stem of its files, and name of its figure."""
+        """Stem of the curve's files, and name of its figure."""
         return f"{self.kind}_scaling"
 
     @property
     def base(self) -> ScalingRow:
-        """Row of N₀, to which the others are compared."""
+        """Row of N₀, with which the others are compared."""
         return self.rows[0]
 
     def measured_speed_up(self, row: ScalingRow) -> float | None:
-        """Return the speed-up of measured steps; None unless both were measured."""
+        """Return the speed-up of measured steps; None unless the row and N₀ were measured."""
         if row.measured_step_s is None or self.base.measured_step_s is None:
             return None
         batches = row.candidate.global_batch / self.base.candidate.global_batch
@@ -137,13 +137,14 @@ class NodeScaling(NamedTuple):
 
     strong: ScalingCurve
     weak: ScalingCurve
-    # of the run, and of its partition
+    # name of the run, and of its partition if it has one
     name: str = ""
-    # ascending
+    # profiled numbers of nodes, ascending
     profiled_sizes: tuple[int, ...] = ()
+    # profiled configurations
     configurations: int = 0
     epochs: int = 0
-    # of the cluster file
+    # limit in the cluster file
     max_nodes: int = 0
     # measured "nodes" shared one machine
     emulated: bool = False
@@ -155,12 +156,12 @@ class NodeScaling(NamedTuple):
 
 
 def no_scaling(why: str) -> NodeScaling:
-    """Return a scaling without rows, and the reason."""
+    """Return a scaling without rows that holds the reason."""
     return NodeScaling(ScalingCurve("strong", 0, [], why), ScalingCurve("weak", 0, [], why))
 
 
 def node_scaling_of(run: RunContents) -> NodeScaling:
-    """Fit the models of a run's chosen partition, and predict both kinds of scaling."""
+    """Fit models to the partition that a run's plan chose, and predict both kinds of scaling."""
     if run.plan is None:
         return no_scaling("its batch comes with the plan, and there is none yet")
     if run.sweep is None or run.cluster is None:
@@ -185,7 +186,7 @@ def part_scaling(
 ) -> NodeScaling:
     """Predict the scaling of a chosen candidate's batches on one partition.
 
-    `measurements` there tell how long epochs took; the rest of a row does without.
+    `measurements` of that partition give the measured epoch times; nothing else depends on them.
     """
     profiles = part.summary.profiles
     profiled = tuple(sorted({profile.configuration.nodes for profile in profiles}))
@@ -208,7 +209,7 @@ def part_scaling(
 def _sizes(
     profiled: Sequence[int], sweep: SweepSpec, cluster: ClusterSpec, chosen: int
 ) -> list[int]:
-    """Return numbers of nodes: profiled ones, those that were asked for, and doublings beyond."""
+    """Return the numbers of nodes: chosen, profiled, in the search, and doublings beyond these."""
     largest = profiled[-1]
     most = BEYOND * largest
     sizes = {chosen, *profiled}
@@ -244,7 +245,7 @@ def _curve(
 def _grid(
     kind: Kind, chosen: Candidate, sizes: Iterable[int], left_out: dict[str, list[int]]
 ) -> Grid:
-    """Return the configurations of all sizes; those without equal shares go to `left_out`."""
+    """Return the configurations of all sizes; those that cannot split B go to `left_out`."""
     kept = []
     for nodes in sizes:
         local = chosen.local_batch
@@ -271,7 +272,7 @@ def describe_left_out(left_out: Mapping[str, Sequence[int]]) -> str:
 
 
 def listed_sizes(nodes: Sequence[int]) -> str:
-    """Return for example "1, 2 and 4"; of many the first ones and the last."""
+    """Return for example "1, 2 and 4"; of many numbers the first two and the last."""
     texts = [f"{count:,}" for count in nodes]
     if len(nodes) > MOST_LISTED:
         return f"{texts[0]}, {texts[1]}, ..., {texts[-1]}"
@@ -279,7 +280,7 @@ def listed_sizes(nodes: Sequence[int]) -> str:
 
 
 def _rows(table: CandidateTable, part: Partition) -> list[ScalingRow]:
-    """Return the rows of candidates that are ascending by nodes, the first that of N₀."""
+    """Return the rows of candidates, which ascend by nodes and begin with N₀."""
     candidates = as_records(table, [part], np.zeros(table.rows, dtype=np.bool_))
     measured = {row.configuration: row.times.step_time_s for row in part.summary.as_planned}
     speed = table.global_batch / table.step_time_s
@@ -296,11 +297,11 @@ def _rows(table: CandidateTable, part: Partition) -> list[ScalingRow]:
 
 
 def _ends(table: CandidateTable, part: Partition, value: Array) -> tuple[Array, Array]:
-    """Return both ends (n,) of the speed-ups' intervals, which hold the fitted model's `value`.
+    """Return both ends (n,) of the intervals around the speed-ups `value`.
 
-    Drawn models do not know how far batches that were not measured depart from the law; the
-    covariance of the predictions does. The wider of the two counts, at each end. Noise of the
-    measured steps comes on top, see `Summary.noise`.
+    Drawn models do not show how far unmeasured batches depart from the law; the covariance of the
+    predictions does. At each end the wider of the two intervals counts. Noise of the measured steps
+    widens the latter, see `Summary.noise`.
     """
     model = part.models.step_time
     where = (table.nodes, table.local_batch, table.workers_per_node)
@@ -312,7 +313,7 @@ def _ends(table: CandidateTable, part: Partition, value: Array) -> tuple[Array, 
     width = Z_90 * model.spread_ * np.sqrt(np.maximum(variance, 0.0))
     configurations = zip(table.nodes, table.workers_per_node, table.local_batch, strict=True)
     noise = part.summary.noise(configurations)
-    # that of the row and that of N₀, which is 1 beside itself
+    # noise of the row and of N₀; the speed-up of N₀ over itself is exactly 1
     width[1:] = np.hypot(width[1:], np.hypot(noise[1:], noise[0]))
     factor = np.exp(np.minimum(width, np.log(WIDEST)))
     return value * np.minimum(low, 1.0 / factor), value * np.maximum(high, factor)

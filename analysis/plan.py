@@ -1,10 +1,10 @@
-"""Plan from measurements: `make_plan`, and the command over it. Neither submits anything.
+"""Plan from measurements: `make_plan`, and the command that calls it. Neither submits anything.
 
     tula plan RUN [--objective knee|time|cost|weighted] [--set section.key=value ...] [--what-if]
     [--json] [--write]
 
-Modules that compute with NumPy are imported late: `--help` and a mistake in the arguments are
-answered at once.
+Modules that compute with NumPy are imported late, so that `--help` and messages about wrong
+arguments appear at once.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ def make_plan(
 ) -> Plan:
     """Fit the models, predict every candidate, choose by the objective.
 
-    With measurements of a single cluster size, only that size is planned: one size says nothing
-    about another. Lines that could not be read become a warning. `metrics` and `events` of a
-    training give the critical batch and the cost of evaluation and checkpoints.
+    With measurements of a single cluster size, only that size is planned, because one size says
+    nothing about another. `skipped_lines` that could not be read become a warning. `metrics` and
+    `events` of a training give the critical batch and the cost of evaluation and checkpoints.
 
     Raises:
-        NotEnoughDataError: Too few measurements; the message says which are missing.
-        InfeasibleError: No candidate fits, or none keeps the constraints.
-        InputError: A price needs a quantity that is not known.
+        NotEnoughDataError: There are too few measurements; the message says which are missing.
+        InfeasibleError: No candidate fits, or none meets the constraints.
+        InputError: A price needs a quantity that is unknown.
     """
     from tula_hpc.analysis.planning.partitions import Trained, fit_parts
     from tula_hpc.analysis.planning.planner import AGAIN, plan_candidates
@@ -154,7 +154,7 @@ def _answer(options: argparse.Namespace) -> str:
     run = RunDirectory(options.run)
     if warning := told_by_set(options.set):
         print(f"warning: {warning}", file=sys.stderr)
-    # a sweep that trains must not begin while its plan is exchanged
+    # a sweep must not start training while its plan is being replaced
     try:
         with run.locked() if options.write else contextlib.nullcontext():
             return _plan_again(options, run)
@@ -201,7 +201,7 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
             how_to_profile=how_to_profile,
         )
     except InputError as error:
-        # a price needs a quantity that is not known
+        # a price needs a quantity that is unknown
         raise InputError(str(error), source=run.cluster_file) from None
     if options.write:
         differs = _other_objective(load_frozen_sweep(run.sweep_file).objective, sweep.objective)
@@ -218,7 +218,7 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
 def _trains_otherwise(
     run: RunDirectory, options: argparse.Namespace, sweep: SweepSpec, cluster: ClusterSpec
 ) -> str:
-    """Return the command that trains with other values; empty for those that a plan keeps."""
+    """Return the command that trains with the changed values; "" if a plan can hold all changes."""
     own = load_frozen_sweep(run.sweep_file)
     others = sweep.model_copy(update={"objective": own.objective})
     if (others, cluster) == (own, load_frozen_cluster(run.cluster_file)):
@@ -235,7 +235,7 @@ def _sweep_again(run: RunDirectory) -> tuple[str, ...]:
 
 
 def _how_to_train(options: argparse.Namespace, run: RunDirectory, trains_otherwise: str) -> str:
-    """Say whether a training would follow the plan that is shown, and how it is begun."""
+    """Say whether a training would follow the plan shown, and how to start it."""
     if run.has_trained():
         return "The training of this run keeps the plan that it began with."
     train = command_line(*_sweep_again(run))
@@ -249,7 +249,7 @@ def _how_to_train(options: argparse.Namespace, run: RunDirectory, trains_otherwi
 
 
 def _damaged_plan(run: RunDirectory) -> list[str]:
-    """Name the run's own plan where it is one that no other command goes on with."""
+    """Describe the damage of the run's own plan, with which other commands refuse to continue."""
     try:
         if run.plan_file.exists():
             run.read_plan()
@@ -262,7 +262,7 @@ def _what_if(rows: Sequence[WhatIf]) -> str:
     from tula_hpc.analysis.report.tables import not_possible, nothing_changes, what_if_table
 
     if not rows:
-        # a plan that counts what a training measured may choose otherwise than its profiles alone
+        # profiles with a training's measurements may give another choice than profiles alone
         return "No what-if: a training changed the plan."
     if said := nothing_changes(rows):
         return textwrap.fill(said, PLAN_WIDTH)
@@ -291,7 +291,7 @@ def _other_objective(own: ObjectiveSpec, wanted: ObjectiveSpec) -> list[str]:
 def _inputs(
     run: RunDirectory, sweep_overrides: Sequence[str], cluster_overrides: Sequence[str]
 ) -> tuple[SweepSpec, ClusterSpec, str | None]:
-    """Return the run's inputs with overrides, and how to profile more where these change them."""
+    """Return the run's inputs with overrides, and how to profile more if overrides change them."""
     from tula_hpc.config.changes import refuse_other_cluster, refuse_other_sweep
 
     if words := lost_inputs(run):
@@ -316,9 +316,9 @@ def _inputs(
 
 
 def lost_inputs(run: RunDirectory) -> str:
-    """Say which of a run's own inputs is gone or damaged, and the remedy; "" if none.
+    """Say which of a run's own inputs is missing or damaged, and the remedy; "" if none.
 
-    Damaged ones that no measurement was made with are replaced instead.
+    Damaged inputs of a run without results need no remedy: the sweep replaces them.
     """
     if not run.sweep_file.exists():
         return f"{run.sweep_file}: is missing; {PUT_BACK}" if run.events_file.exists() else ""
@@ -327,14 +327,14 @@ def lost_inputs(run: RunDirectory) -> str:
         if run.cluster_file.exists():
             load_frozen_cluster(run.cluster_file)
     except InputError as error:
-        # what it would take to write it anew is of no use
+        # after the ";" comes advice on writing a new file, which is no use here
         mistake = str(error).splitlines()[0].partition(";")[0]
         return f"{mistake}; {PUT_BACK}" if run.has_results() else ""
     return ""
 
 
 def refuse_lost_measurements(run: RunDirectory, measured: Sequence[Measurement]) -> None:
-    """Refuse a run that has trained and lost its measurements: nothing is measured there again."""
+    """Refuse a run that has trained but lost its measurements: it cannot be profiled again."""
     if not measured and run.has_trained():
         raise RunDirectoryError(MEASUREMENTS_GONE, source=run.profile)
 

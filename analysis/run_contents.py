@@ -1,7 +1,7 @@
 """Contents of a run directory, read once for the report and its figures.
 
-Everything is optional: measurements alone, a plan without training, a training in progress, and
-logs from another machine are reported. Of very many rows a part is shown.
+Every file is optional: measurements alone, a plan without training, a training in progress, and
+logs from another machine can be reported. Only a part of very many rows is shown.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ from tula_hpc.records import (
 )
 from tula_hpc.records.run_directory import holder_of
 
-# standard errors of counting within which an accuracy may be that of guessing
+# an accuracy at most this many standard errors above that of guessing may be a guess
 ERRORS = 3.0
 SMALLER_STEPS = "lower workload.lr or warm up longer"
-# where the size of the test set is not known
+# assumed size of a test set whose size is unknown
 USUAL_TEST_SAMPLES = 1000
 
 
 def learned_nothing(metrics: Metrics, work: WorkloadSpec) -> str:
     """Return a clause on the loss of a training that learned nothing, else "".
 
-    The loss at the end is the mean of the last epoch; that of a single epoch holds the beginning,
-    so that it says nothing.
+    The final loss is the mean over the last epoch. With a single epoch that mean includes the
+    beginning of the training, so that nothing can be concluded.
     """
     if len(metrics.epochs) < 2:
         return ""
@@ -74,7 +74,7 @@ def learned_nothing(metrics: Metrics, work: WorkloadSpec) -> str:
     if last > first:
         return f"{ended}, above the {format_number(first, 3)} that it began with"
     classes = work.class_count if work.loss is None else None
-    # cross-entropy where each class is equally likely
+    # log(classes) is the cross-entropy if every class is equally likely
     if classes and last >= math.log(classes):
         guessing = f"the {format_number(math.log(classes), 3)} of guessing"
         return f"{ended}, not below {guessing} among {classes:,} classes"
@@ -82,12 +82,12 @@ def learned_nothing(metrics: Metrics, work: WorkloadSpec) -> str:
 
 
 def is_guess(accuracy: float, work: WorkloadSpec, among_best: int = 1) -> bool:
-    """Tell whether guessing reaches an accuracy, as far as counting test samples can tell.
+    """Return whether guessing could reach an accuracy, given the size of the test set.
 
     Args:
-        accuracy: On the test set, a share of 1.
-        work: The number of its classes decides; never a guess where that is unknown.
-        among_best: A sample counts where its class is among so many guesses.
+        accuracy: On the test set, as a share of 1.
+        work: Gives the number of classes; False if that is unknown.
+        among_best: A sample counts as right if its class is among this many guesses (k of top-k).
     """
     if work.class_count is None or work.metric is not None or work.class_count <= among_best:
         return False
@@ -96,11 +96,11 @@ def is_guess(accuracy: float, work: WorkloadSpec, among_best: int = 1) -> bool:
     return accuracy <= guessed + ERRORS * error
 
 
-# measurements in a figure with a mark for each
+# most measurements in a figure with a mark for each
 MOST_DRAWN = 400
-# epochs in a figure
+# most epochs in a figure
 MOST_POINTS = 2_000
-# of a table
+# most rows in a table
 MOST_ROWS = 1_000
 
 T = TypeVar("T")
@@ -120,7 +120,7 @@ def drawn(measurements: list[Measurement]) -> list[Measurement]:
 
 
 def _median(repeats: Sequence[Measurement]) -> Measurement:
-    """Return one for all measurements of a configuration; the first if none has times."""
+    """Return the median of a configuration's measurements; the first of them if none has times."""
     first = repeats[0]
     profiles = summarize(repeats).profiles
     if len(repeats) == 1 or not profiles:
@@ -131,14 +131,14 @@ def _median(repeats: Sequence[Measurement]) -> Measurement:
 
 
 def evenly(rows: Sequence[T], most: int) -> list[T]:
-    """Return at most so many, evenly spread, the first and the last among them."""
+    """Return at most `most` rows, evenly spread, including the first and the last."""
     if len(rows) <= most:
         return list(rows)
     return [rows[index * (len(rows) - 1) // (most - 1)] for index in range(most)]
 
 
 def ends(rows: Sequence[T], most: int = MOST_ROWS) -> list[T]:
-    """Return all, or the first and the last of them, equally many."""
+    """Return all rows if there are at most `most`, else the first and the last `most` / 2."""
     if len(rows) <= most:
         return list(rows)
     return [*rows[: most // 2], *rows[-(most // 2) :]]
@@ -147,7 +147,7 @@ def ends(rows: Sequence[T], most: int = MOST_ROWS) -> list[T]:
 def leaves(
     values: Mapping[str, Any], prefix: str = "", whole: Collection[str] = ()
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested mappings by their dotted keys; what `whole` names is not split."""
+    """Yield the values of nested mappings with dotted keys; keys in `whole` are not split."""
     for key, value in values.items():
         if isinstance(value, Mapping) and key not in whole:
             yield from leaves(value, f"{prefix}{key}.", whole)
@@ -163,7 +163,7 @@ class Training(NamedTuple):
     result: TrainResult | None
     # see `trained_partition`
     partition: str | None = None
-    # of its jobs; see `RunHistory.accounted`
+    # Slurm's accounting of its jobs, see `RunHistory.accounted`
     accounts: Sequence[JobAccount] = ()
 
     @property
@@ -178,11 +178,11 @@ class Training(NamedTuple):
 
 
 def median_epoch_s(epochs: Sequence[EpochMetrics]) -> float | None:
-    """Return the median time of an epoch's steps with the batch and workers of the last epoch.
+    """Return the median seconds of an epoch's steps, at the batch and workers of the last epoch.
 
-    None before the first. Epochs that a restart cut short, or whose steps were not timed, do not
-    count, nor does the epoch in which a training changed its batch. The mean would hold the start
-    of the loader's processes, and any disturbance of a single epoch.
+    None if no epoch counts. Epochs that a restart cut short, or whose steps were not timed, do not
+    count, nor does the epoch in which a training changed its batch. A mean would include the start
+    of the loader's processes and any disturbance of a single epoch.
     """
     kept = []
     for before, epoch in pairwise([*epochs[:1], *epochs]):
@@ -197,13 +197,13 @@ def _setting(epoch: EpochMetrics) -> tuple[int, int | None]:
 
 
 def trained_partition(events: Iterable[Event], label: str = MAIN_LABEL) -> str | None:
-    """Return the partition of a training's last job, "" without partitions; None if unknown."""
+    """Return the partition of a training's last job; "" without partitions, None if unknown."""
     jobs = [job for job in RunHistory(events).submissions("train") if job.label == label]
     return jobs[-1].partition if jobs else None
 
 
 class RunContents(NamedTuple):
-    """Contents of the files of one run, empty or None where a stage has not run yet."""
+    """Contents of the files of one run; empty or None for stages that have not run yet."""
 
     name: str
     sweep_text: str
@@ -216,16 +216,16 @@ class RunContents(NamedTuple):
     trainings: list[Training]
     # written by profile jobs
     job_notes: list[JobNote]
-    # on files that could not be read
+    # sentences for the report about files that could not be read, and about thinned rows
     notes: list[str]
-    # of all jobs, where accounting was asked
+    # Slurm's accounting of all jobs, if it was queried
     accounts: Sequence[JobAccount] = ()
-    # Unix time of this reading where a command is at work in the run, else 0
+    # Unix time of this reading if a command is at work in the run, else 0
     seen_at: float = 0.0
 
     @property
     def cluster_sizes(self) -> list[int]:
-        """Every N that occurs, ascending; its index gives N its colour."""
+        """Every N that was measured or planned, ascending; its index decides the colour of N."""
         sizes = {item.nodes for item in self.measurements}
         if self.plan:
             sizes.update(item.nodes for item in self.plan.candidates)
@@ -247,7 +247,7 @@ class RunContents(NamedTuple):
         return sorted({item.configuration for item in self.measurements if is_out_of_memory(item)})
 
     def of_chosen_partition(self) -> RunContents:
-        """Return the run as the partition of the plan's choice sees it."""
+        """Return the run with only the partition that the plan chose."""
         if self.plan is None or not self.plan.chosen.partition:
             return self
         name = self.plan.chosen.partition
@@ -272,14 +272,14 @@ class RunContents(NamedTuple):
         return " or ".join(sorted({memory_kind(part.device) for part in self.cluster.parts()}))
 
     def samples_of(self, measurement: Measurement) -> int:
-        """Return the training samples in an epoch, D; 0 where no record has them."""
+        """Return D, the training samples in an epoch; 0 if no record has it."""
         if measurement.dataset_samples or self.plan is None:
             return measurement.dataset_samples
         return self.plan.dataset_samples
 
 
 def read_run(run: RunDirectory) -> RunContents:
-    """Read a run, at whatever stage it is.
+    """Read a run at any stage.
 
     Raises:
         RunDirectoryError: There is no such directory, or it holds no run.
@@ -294,14 +294,14 @@ def read_run(run: RunDirectory) -> RunContents:
     if count > MOST_DRAWN:
         medians = f"the medians of each configuration ({MOST_DRAWN} at most)"
         notes.append(f"Of {count:,} measurements figures show {medians}.")
-    # frozen: data and modules may be on another machine
+    # load frozen files, which need no data or modules: these may be on another machine
     sweep = _read_input(load_frozen_sweep, run.sweep_file, notes)
     events = run.events()
     accounts = run.accounts()
     return RunContents(
         name=sweep.name if sweep else run.root.name,
         sweep_text=_read_text(run.sweep_file, notes),
-        # reports are mailed, so that values of the environment are left out
+        # reports are mailed, so that values of environment variables are left out
         cluster_text=without_values(_read_text(run.cluster_file, notes)),
         sweep=sweep,
         cluster=_read_input(load_frozen_cluster, run.cluster_file, notes),
@@ -317,7 +317,7 @@ def read_run(run: RunDirectory) -> RunContents:
 
 
 def holds_study(run: RunDirectory) -> bool:
-    """Tell whether a run is a study, which has a report of its own."""
+    """Return whether a run is a study, which has its own kind of report."""
     sweep = _read_input(load_frozen_sweep, run.sweep_file, [])
     return sweep is not None and sweep.study is not None
 
@@ -390,9 +390,9 @@ def _read_result(path: Path, notes: list[str]) -> TrainResult | None:
 
 
 def measured_epoch(measurement: Measurement, dataset_samples: int) -> Interval | None:
-    """Return the profiled epoch time, seconds: its steps and the updates of AGS's scale.
+    """Return the profiled seconds of an epoch: its steps and the updates of AGS's gradient scale.
 
-    The interval is that of the mean step, at 95 %. None where not even one step fits.
+    The interval is that of the mean step, 95 %. None without times, or if D has no full step.
     """
     times = measurement.times
     batch = measurement.configuration.global_batch * measurement.batch_share
@@ -410,11 +410,11 @@ def measured_epochs(
 ) -> dict[Configuration, float]:
     """Return the median measured epoch time of each configuration of one partition, seconds.
 
-    `dataset_samples` are the training samples in an epoch, for records without them.
+    `dataset_samples` is the number of training samples in an epoch, for records without it.
     """
     found: dict[tuple[int, int, int], list[float]] = {}
     for item in measurements:
-        # plain numbers rather than `configuration` and `measured_epoch`: reports hold very many
+        # plain numbers, as building `configuration` for each of very many measurements is slow
         key = (item.nodes, item.workers_per_node, item.local_batch)
         batch = math.prod(key) * item.batch_share
         batches = (item.dataset_samples or dataset_samples) / batch
@@ -429,15 +429,15 @@ def measured_epochs(
 def cost_at(candidate: Candidate, pace: float) -> float:
     """Return the cost if steps took `pace` times as long as predicted.
 
-    With f the share of the expected wall time that evaluation and starts take, `C · (f + (1 − f) ·
-    pace)`: the cost follows the wall time.
+    The cost follows the wall time: `C · (f + (1 − f) · pace)`, with f the share of the expected
+    wall time that evaluation, starts and ends take.
     """
     fixed = fixed_share(candidate.wall_parts_s)
     return candidate.cost * (fixed + (1.0 - fixed) * pace)
 
 
 def candidate_of(plan: Plan | None, training: Training) -> Candidate | None:
-    """Return the candidate that a training ran with; None if its batch changed."""
+    """Return the candidate that a training ran; None if its batch changed or no plan has it."""
     if plan is None:
         return None
     configuration = plan.chosen.configuration
@@ -451,12 +451,12 @@ def candidate_of(plan: Plan | None, training: Training) -> Candidate | None:
 
 
 def used_bytes(item: Measurement) -> int | None:
-    """Return the limited memory: reserved by the GPU allocator, or of the whole process."""
+    """Return the bytes of the limited memory, see `memory_kind`."""
     return item.memory.reserved_bytes if item.memory else None
 
 
 def memory_kind(device: str) -> str:
-    """Name the memory that is limited."""
+    """Name the kind of memory that is limited on a device."""
     if device == "cuda":
         return "GPU memory reserved by the allocator"
     return "resident memory of the whole process"

@@ -1,6 +1,6 @@
 """Contents of a study's run directory, and its table: accuracy by method and batch over the seeds.
 
-The table holds every method against plain training at the same batch and against a small batch.
+The table compares every method with plain training at the same batch and with a small batch.
 Texts, CSV and figures are made from it.
 """
 
@@ -30,14 +30,15 @@ from tula_hpc.records import (
 
 
 class CellOutcome(NamedTuple):
-    """End of one training. Accuracies are shares of 1, of the study's metric."""
+    """Outcome of one training. Accuracies are shares of 1, in the study's metric."""
 
     cell: StudyCell
-    # missing: waits, runs, or was never submitted
+    # missing: the training waits, runs, or was never submitted
     status: Literal["finished", "diverged", "failed", "missing"]
-    # of trainings that finished
+    # test and training accuracy, only of trainings that finished
     test: float | None = None
     train: float | None = None
+    # reason why it diverged or failed
     why: str = ""
 
 
@@ -53,10 +54,10 @@ class StudyContents(NamedTuple):
     events: list[Event]
 
     def of(self, column: str, batch: int) -> list[Metrics]:
-        """Return the metrics of a column at a batch, seed by seed, of trainings that finished.
+        """Return the metrics of a column's finished trainings at a batch, one for each seed.
 
-        Before the first has, those of all under way: one that began or failed must not cut the
-        curves of the others short.
+        While none has finished, return those of all that are under way or failed. The two are not
+        mixed, since an incomplete training would cut the curves of the others short.
         """
         finished = []
         under_way = []
@@ -86,7 +87,7 @@ def read_study(run: RunDirectory) -> StudyContents:
     """
     if not run.sweep_file.exists():
         raise RunDirectoryError(not_a_run(run.root), source=run.root)
-    # frozen: the data may be on another machine
+    # load the frozen file, which needs no data: these may be on another machine
     sweep = load_frozen_sweep(run.sweep_file)
     if sweep.study is None:
         report = command_line("report", str(run.root))
@@ -105,7 +106,7 @@ def read_study(run: RunDirectory) -> StudyContents:
 
 
 def _failures(events: Iterable[Event]) -> dict[str, str]:
-    """Return why trainings failed that were not submitted again, by label."""
+    """Return by label why trainings failed, if they were not submitted again."""
     failures = {}
     for label, failure in RunHistory(events).last_failures().items():
         kind = str(failure.kind or "").replace("_", " ")
@@ -138,7 +139,7 @@ def _outcomes(
 
 
 def _read_result(run: RunDirectory, cell: StudyCell) -> TrainResult | None:
-    # a damaged file counts as none
+    # a damaged file counts as missing
     with contextlib.suppress(RunDirectoryError):
         return run.train(cell.label).read_result()
     return None
@@ -150,9 +151,9 @@ def _read_rates(run: RunDirectory) -> TunedRates | None:
     return None
 
 
-# accuracy that the large batch must have lost for a share of it to be meaningful
+# accuracy that the large batch must have lost for a recovered share to be meaningful
 LEAST_LOSS = 0.01
-# enough however few the test samples are
+# lost accuracy that is enough however few test samples there are
 PLAIN_LOSS = 0.02
 
 Mark = Literal["best", "worst", ""]
@@ -168,28 +169,28 @@ class Spread(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A method (or variant) at one batch; runs that diverged or failed are counted alone."""
+    """A method (or variant) at one batch; runs that diverged, failed or are missing are counted."""
 
     column: str
     batch: int
-    # of the runs that finished; None if none did
+    # accuracies of the runs that finished; None if none did
     test: Spread | None
     train: Spread | None
     diverged: int
     failed: int
     missing: int
-    # share of what plain training lost against the small batch, see `recovered_share`
+    # share of the accuracy that plain training lost against the small batch, see `recovered_share`
     recovered: float | None = None
     mark: Mark = ""
 
     @property
     def settled(self) -> bool:
-        """Tell whether there is anything to compare."""
+        """Return whether a run finished or diverged, so that there is a result to compare."""
         return self.test is not None or self.diverged > 0
 
 
 class StudyTable(NamedTuple):
-    """All entries, and the small batch that they are held against."""
+    """All entries, and the training with the small batch that they are compared with."""
 
     columns: tuple[str, ...]
     # ascending
@@ -211,27 +212,27 @@ class StudyTable(NamedTuple):
         return [entry for entry in self.row(batch) if entry.mark == "best"]
 
     def best(self, batch: int) -> Entry | None:
-        """Return the first of the leaders."""
+        """Return the first of the leaders; None if there are none."""
         return next(iter(self.leaders(batch)), None)
 
     @property
     def has_deviations(self) -> bool:
-        """Tell whether any mean is of several seeds."""
+        """Return whether any mean is over several seeds."""
         return any(
             entry.test and entry.test.deviation is not None for entry in self.entries.values()
         )
 
     def number_of(self, status: Literal["diverged", "failed", "missing"]) -> int:
-        """Count the runs of the whole study that ended so."""
+        """Count the runs of the whole study that have this status."""
         entries = dict(self.entries)
         if self.reference is not None:
-            # the small batch may be one of the table's
+            # the table may already hold the small batch, which must not count twice
             entries[self.reference.column, self.reference.batch] = self.reference
         return sum(getattr(entry, status) for entry in entries.values())
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Return mean and deviation; None without values."""
+    """Return mean and standard deviation; None without values."""
     if not values:
         return None
     deviation = statistics.stdev(values) if len(values) > 1 else None
@@ -241,9 +242,9 @@ def spread(values: Sequence[float]) -> Spread | None:
 def make_table(
     study: StudySpec, outcomes: Iterable[CellOutcome], test_samples: int | None = None
 ) -> StudyTable:
-    """Aggregate the outcomes over seeds, mark the best and the worst at each batch.
+    """Aggregate the outcomes over seeds, and mark the best and the worst at each batch.
 
-    `test_samples` is the size of the test set, where it is known; see `least_loss`.
+    `test_samples` is the size of the test set, or None if unknown; see `least_loss`.
     """
     grouped: dict[tuple[str, int], list[CellOutcome]] = {}
     for outcome in outcomes:
@@ -304,11 +305,11 @@ def marks_of(row: Sequence[Entry]) -> Mapping[str, Mark]:
 def recovered_share(
     entry: Entry, plain: Entry | None, small: Entry | None, test_samples: int | None = None
 ) -> float | None:
-    """Return (method − lbt) / (small batch − lbt), of mean test accuracies at the same batch.
+    """Return (method − lbt) / (small batch − lbt), in mean test accuracies.
 
-    0 is no better than plain large-batch training, 1 as good as the small batch. None where one of
-    the three is unknown, where a run of one of them diverged, as the mean of the others would hide
-    it, or where plain training lost less than `least_loss`.
+    0 means no better than plain large-batch training, 1 as good as the small batch. None if one of
+    the three is unknown, if a run of one of them diverged (the mean of the others would hide it),
+    or if plain training lost less than `least_loss`.
     """
     if plain is None or small is None or entry.diverged or plain.diverged or small.diverged:
         return None
@@ -322,10 +323,10 @@ def recovered_share(
 
 
 def least_loss(small: Spread, plain: Spread, test_samples: int | None) -> float:
-    """Return the loss of the large batch from which on a share of it is meaningful.
+    """Return the least lost accuracy for which a recovered share is meaningful.
 
-    The standard error of the difference by counting, `sqrt(Σ p(1 − p) / (n · runs))` for n test
-    samples, where that is known and lies between `LEAST_LOSS` and `PLAIN_LOSS`.
+    It is the standard error of the difference from counting n test samples, `sqrt(Σ p(1 − p) / (n ·
+    runs))`, limited to `LEAST_LOSS` to `PLAIN_LOSS`; `LEAST_LOSS` if n is unknown.
     """
     if test_samples is None:
         return LEAST_LOSS
@@ -334,7 +335,7 @@ def least_loss(small: Spread, plain: Spread, test_samples: int | None) -> float:
 
 
 def within_one_deviation(entry: Entry, best: Entry) -> bool:
-    """Tell whether a mean is at most the best's deviation over seeds below the best's mean."""
+    """Return whether a mean is at most one deviation of the best below the best's mean."""
     if entry.test is None or best.test is None or entry.diverged:
         return False
     return best.test.mean - entry.test.mean <= (best.test.deviation or 0.0)
@@ -349,7 +350,7 @@ def percent(value: Spread | None) -> str:
 
 
 def points(difference: float) -> str:
-    """Return for example "6.2 points"; without the sign."""
+    """Return for example "6.2 points", without a sign."""
     amount = f"{abs(100 * difference):.1f}"
     if amount == "0.0":
         amount = "less than 0.1"
@@ -357,7 +358,7 @@ def points(difference: float) -> str:
 
 
 def answer(table: StudyTable) -> str:
-    """Return the study in one or two sentences: the best methods, and at how many batches."""
+    """Return a sentence that names the best methods, and at how many batches they are best."""
     led = dict.fromkeys(table.columns, 0)
     decided = 0
     comparable = False
@@ -391,7 +392,7 @@ def signed(share: float) -> str:
 
 
 def no_result(table: StudyTable) -> str:
-    """Say why no entry has a result: trainings are still to come, or all are over."""
+    """Say why no entry has a result: trainings are still missing, or all diverged or failed."""
     entries = table.entries.values()
     if any(entry.missing for entry in entries):
         return "no training has a result yet"
@@ -404,7 +405,7 @@ def no_result(table: StudyTable) -> str:
 
 
 def csv_rows(table: StudyTable) -> list[tuple[str | int | float | None, ...]]:
-    """Return the table's numbers in percent, the small batch first; the head is `CSV_COLUMNS`."""
+    """Return the table's rows in percent, the small batch first; `CSV_COLUMNS` is the header."""
     rows = [_csv_row("", entry) for entry in table.entries.values()]
     if table.reference:
         rows.insert(0, _csv_row("small batch", table.reference))

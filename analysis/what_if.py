@@ -1,7 +1,7 @@
-"""Ask for the plan's choice on other nodes, at another price, within a limit, or by another objective.
+"""Find the plan's choice on other nodes, at other prices, within limits, or by another objective.
 
-Models, candidates and objective are the plan's; each question changes one thing, and asks the same
-functions for the choice.
+Models, candidates and objective are the plan's. Each question changes one of these things, and the
+planner's own functions choose again.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.formatting import HOUR_S, format_duration, format_money, plural
 from tula_hpc.records import Candidate, Measurement, Plan
 
-# of the chosen nodes' price
+# factors on the price of the chosen nodes
 PRICES = (0.5, 2.0)
-# of the expected time of the choice
+# deadlines as shares of the choice's expected time
 DEADLINES = (0.75, 0.5)
-# of the cost of the choice
+# budget as a share of the choice's cost
 BUDGET = 0.5
-# other numbers of nodes, the nearest to the chosen one
+# how many other numbers of nodes are tried, nearest to the chosen one
 OTHER_NODES = 3
 OBJECTIVES = {"time": "the least time wanted", "cost": "the least cost wanted"}
-# the price of each basis, and its unit
+# for each pricing basis the key of its price, and the unit
 PRICE_KEYS = {
     "node-hour": ("usd_per_node_hour", "a node-hour"),
     "spot": ("usd_per_spot_node_hour", "a spot node-hour"),
@@ -52,23 +52,23 @@ class WhatIf(NamedTuple):
     """A change, and the plan's choice under it."""
 
     change: str
-    # None: no candidate keeps it
+    # None: no candidate meets the changed constraints
     chosen: Candidate | None
-    # the candidate that keeps it best where none does
+    # if none meets them, the candidate that comes nearest
     nearest: Candidate | None = None
 
 
 def what_if(run: RunContents) -> list[WhatIf]:
-    """Answer for a run with a plan, the plan itself first.
+    """Answer all questions for a run's plan, with the plan itself as the first row.
 
-    Empty where there is none, or where its models, fitted again, do not choose the same: then it
-    is of another version, or of other measurements.
+    Empty without a plan, or if the models, fitted again, choose otherwise: the plan then comes from
+    another version or from other measurements.
     """
     if run.plan is None or run.sweep is None or run.cluster is None:
         return []
     try:
         return answers(run.sweep, run.cluster, run.measurements, run.plan)
-    except Exception:  # noqa: BLE001 - records of any age and damage; the rest of the report stands
+    except Exception:  # noqa: BLE001 - records may be old or damaged; the report needs no what-if
         return []
 
 
@@ -79,11 +79,11 @@ def answers(
     plan: Plan,
     trained: Trained | None = None,
 ) -> list[WhatIf]:
-    """Fit the models, and ask; see `what_if`. `trained`: as for the plan.
+    """Fit the models and answer as in `what_if`; `trained` as the plan was made with.
 
     Raises:
-        NotEnoughDataError: Too few measurements.
-        InputError: A price needs a quantity that is not known.
+        NotEnoughDataError: There are too few measurements.
+        InputError: A price needs a quantity that is unknown.
     """
     sweep = sweep.model_copy(update={"objective": objective_of(plan, sweep.objective)})
     fitted = fit_parts(sweep, cluster, measurements, trained)
@@ -95,12 +95,12 @@ def answers(
     )
     if not same:
         return []
-    # with its intervals
+    # the plan's own record has intervals, too
     return [usual._replace(chosen=plan.chosen), *_changes(question, plan.chosen)]
 
 
 class _Question(NamedTuple):
-    """Sweep, models and curves by which a choice is made."""
+    """Sweep, models and curves that decide a choice."""
 
     sweep: SweepSpec
     fitted: FittedPartitions
@@ -121,7 +121,7 @@ class _Question(NamedTuple):
         return self._replace(sweep=self.sweep.model_copy(update={"objective": objective}))
 
     def on_nodes(self, nodes: int) -> _Question:
-        """Return the question for one number of nodes; the knee stays that of all of them."""
+        """Return the question for one number of nodes; the knee stays that of all numbers."""
         table = self.fitted.table.take(self.fitted.table.nodes == nodes)
         return self._replace(fitted=self.fitted._replace(table=table))
 
@@ -158,7 +158,7 @@ def _changes(question: _Question, chosen: Candidate) -> Iterator[WhatIf]:
         sooner = question.with_objective(deadline_hours=seconds / HOUR_S)
         answer = sooner.ask(f"done within {format_duration(seconds)}")
         yield answer
-        # nor is a shorter one kept
+        # no candidate can meet a shorter deadline either
         if answer.chosen is None:
             break
     if chosen.cost > 0:
@@ -171,7 +171,7 @@ def _changes(question: _Question, chosen: Candidate) -> Iterator[WhatIf]:
 
 
 def _other_prices(question: _Question, chosen: Candidate) -> Iterator[WhatIf]:
-    """Ask with other prices of the chosen nodes; nothing where they are free."""
+    """Ask with other prices of the chosen nodes; yield nothing if the nodes are free."""
     names = [part.name for part in question.fitted.parts]
     index = names.index(chosen.partition)
     pricing = question.fitted.parts[index].cluster.pricing
