@@ -1,27 +1,28 @@
-"""Time of the evaluation after each epoch, and of a job's start.
+"""Time of the evaluation after each epoch, and of a job's start and end.
 
     t_evaluation = correction × ⌈samples / W⌉ × (forward_time(b) + data_time(b)) / b
 
-for W workers that share the test samples, in batches of b = max(local batch, `LEAST_BATCH`) as
-training evaluates. forward_time is that of a batch as evaluation takes it, data_time the wait for
-the loader in training. Between the profiled batches the time of a batch is interpolated over b,
-beyond them times per sample are those of the nearest one: -8 to 5 % off
-(tests/benchmarks/evaluation_share.py). A forward pass that was not timed, as one that ran out of
-memory, is a share of the computation: the median of those that were, or `FORWARD_SHARE`. The
-correction is the ratio of the evaluations that trainings of the run measured to their predictions,
-or 1; it is the same for all kinds of nodes.
+W workers share the test samples, in batches of b = max(local batch, `LEAST_BATCH`) as in training.
+forward_time is the forward pass of a batch in evaluation, data_time the wait for the loader in
+training. Between the profiled batches the time of a batch is interpolated over b; beyond them the
+time per sample is that of the nearest profiled batch. This is -8 to 5 % off
+(tests/benchmarks/evaluation_share.py). A forward pass that was not timed, for example because it
+ran out of memory, is taken as a share of the computation: the median share of the timed ones, or
+`FORWARD_SHARE`. The correction is the ratio of the evaluations that the run's trainings measured to
+their predictions, or 1; it is the same for all kinds of nodes.
 
-A script's work between its epochs (evaluation, saving, start of loaders) has no known samples:
+A script's work between its epochs (evaluation, saving, start of loaders) replaces the evaluation.
+Its samples are unknown:
 
     t_between = correction × (fixed + shared / W)
 
-as profiles saw it where they met the end of an epoch, else as the training's own epochs did. It
-stands in place of the evaluation; where neither saw it, it is unknown, and the plan says so.
+It comes from profiles that reached the end of an epoch, else from the training's own epochs.
+Without either it is unknown, and the plan says so.
 
-A job's start lasts until its first step, and every restart pays it: as profile jobs measure it,
-each with its first configuration, or `pricing.restart_s`. A job's end, from its last work until the
-scheduler has its nodes back, no job can measure: where starts were measured it is `END_SHARE` of
-one; a stated start is taken to hold it.
+A job's start lasts until its first step, and every restart pays for it. Profile jobs measure it,
+each with its first configuration; else it is `pricing.restart_s`. No job can measure its own end,
+from its last work until the scheduler has its nodes back. If starts were measured, an end is
+`END_SHARE` of a start; a start stated in the prices is taken to include the end.
 """
 
 from __future__ import annotations
@@ -40,19 +41,21 @@ from tula_hpc.records import EpochMetrics, StepTimes
 
 Array = NDArray[np.float64]
 
-# of forward and backward, where no forward pass was timed: a third by operations (D. Narayanan et
-# al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021,
-# appendix); 0.15 to 0.45 as measured, as an evaluation keeps nothing for a backward pass
+# Assumed share of the forward pass in forward and backward. Counting operations gives a third
+# (D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+# Megatron-LM", 2021, appendix); measured were 0.15 to 0.45, as evaluation keeps nothing for a
+# backward pass.
 FORWARD_SHARE = 0.27
 LEAST_BATCH = 64.0
-# longer ones are from damaged records
+# longer evaluations come from damaged records
 MOST_EVALUATION_S = 1e7
-# of a start: 0.13 to 0.21 by the controller's log, in twelve jobs whose starts took 7.4 to 16.8 s
+# A job's end as a share of its start: 0.13 to 0.21 by the controller's log, in twelve jobs whose
+# starts took 7.4 to 16.8 s.
 END_SHARE = 0.18
-# what evaluations took over what was predicted, where forward passes were timed, and where not
+# measured over predicted evaluation time, 90 % interval: forward passes timed, and not timed
 TIMED_FACTORS = (0.85, 1.18)
 ASSUMED_FACTORS = (0.57, 1.67)
-# of the training samples, as if four fifths of all were trained on
+# assumed test samples per training sample, as if four fifths of all samples were trained on
 ASSUMED_SHARE = 0.25
 
 
@@ -60,7 +63,7 @@ class EvaluatedOn(NamedTuple):
     """Test samples of each evaluation."""
 
     samples: float
-    # from profiles, the data set or the sweep; else assumed
+    # known from profiles, the data set or the sweep; else assumed
     known: bool
 
 
@@ -70,20 +73,20 @@ class EvaluationTime(NamedTuple):
     samples: EvaluatedOn
     # local batches that were profiled, ascending
     batches: Array
-    # at each of them, of one worker
+    # seconds that one worker takes for each of these batches
     seconds_per_batch: Array
-    # profiling timed forward passes
+    # profiling timed forward passes, or a script's time between epochs
     timed: bool = False
-    # of the measured computation
+    # share of the forward pass in the measured computation
     forward_share: float = FORWARD_SHARE
     correction: float = 1.0
-    # evaluations that the correction comes from
+    # number of evaluations that the correction comes from
     measured: int = 0
-    # of a script: seconds between two epochs, and of them what W workers share; None: unknown
+    # a script's seconds between two epochs: the fixed part, and the part that W workers share
     between_s: tuple[float, float] | None = None
 
     def seconds(self, workers: Array, local_batch: Array) -> Array:
-        """Predict seconds of one evaluation, see the module; all (n,)."""
+        """Predict the seconds of one evaluation by the module's equations; all arrays are (n,)."""
         if self.between_s is not None:
             fixed_s, shared_s = self.between_s
             return np.asarray(self.correction * (fixed_s + shared_s / workers))
@@ -92,7 +95,7 @@ class EvaluationTime(NamedTuple):
         return np.asarray(self.correction * np.ceil(self.samples.samples / workers) * each)
 
     def corrected(self, epochs: Iterable[EpochMetrics]) -> EvaluationTime:
-        """Return a copy corrected by trainings' evaluations; itself if none was measured."""
+        """Return a copy corrected by the evaluations of trainings; unchanged if none was timed."""
         rows = [row for row in epochs if 0.0 < (row.evaluation_time_s or 0.0) < MOST_EVALUATION_S]
         if self.is_of_script and rows and self.between_s is None:
             typical_s = median(row.evaluation_time_s or 0.0 for row in rows)
@@ -118,7 +121,7 @@ class EvaluationTime(NamedTuple):
 
     @property
     def is_of_script(self) -> bool:
-        """True of a script, whose test samples nobody knows."""
+        """True for a script, whose test samples are unknown."""
         return self.samples.samples == 0
 
     @property
@@ -128,7 +131,7 @@ class EvaluationTime(NamedTuple):
 
     @property
     def is_assumed(self) -> bool:
-        """True if neither profiles nor a training have timed it."""
+        """True if neither profiles nor a training have timed an evaluation."""
         if self.is_of_script:
             return self.between_s is None
         return not (self.timed or self.measured)
@@ -163,7 +166,7 @@ class EvaluationTime(NamedTuple):
 def evaluation_of(
     profiles: Sequence[Profile], workload: WorkloadSpec, train_samples: int, test_samples: int = 0
 ) -> EvaluationTime:
-    """Fit the model to at least one profile; see `evaluated_on` for the samples."""
+    """Fit the model to at least one profile; the samples come from `evaluated_on`."""
     shares = []
     for row in profiles:
         forward_s = _forward_time_s(row.times)
@@ -188,7 +191,7 @@ def evaluation_of(
 
 
 def _between(profiles: Sequence[Profile]) -> tuple[float, float] | None:
-    """Fit the time between a script's epochs, on relative errors; None where none was seen."""
+    """Fit the time between a script's epochs by relative errors; None if no profile saw it."""
     by_workers: dict[int, list[float]] = {}
     for row in profiles:
         if row.between_epochs_s is not None and row.between_epochs_s > 0.0:
@@ -196,7 +199,7 @@ def _between(profiles: Sequence[Profile]) -> tuple[float, float] | None:
             found.append(row.between_epochs_s)
     if not by_workers:
         return None
-    # `tula status` prices runs without it, and SciPy would double its memory
+    # imported late: `tula status` prices runs too, and SciPy would double its memory
     from scipy.optimize import nnls
 
     seconds = np.array([median(found) for found in by_workers.values()])
@@ -214,9 +217,9 @@ def _forward_time_s(times: StepTimes) -> float | None:
 
 
 def evaluated_on(workload: WorkloadSpec, train_samples: int, test_samples: int = 0) -> EvaluatedOn:
-    """Return the test samples: counted by profiles (0: not), held out, known, or assumed.
+    """Return the test samples: counted by profiles (unless 0), held out, known, or assumed.
 
-    Whether a script evaluates, and on which samples, is not known here: none.
+    For a script they are 0, since nothing says whether it evaluates, and on which samples.
     """
     if workload.is_script:
         return EvaluatedOn(0.0, known=True)
@@ -239,7 +242,7 @@ def with_start(cluster: ClusterSpec, measured_s: float | None) -> ClusterSpec:
 
 
 def end_s(measured_s: float | None, pricing: PricingSpec) -> float:
-    """Return the seconds of a job's end for its measured start; prices are from `with_start`."""
+    """Return the seconds of a job's end, given its measured start and prices from `with_start`."""
     if measured_s is None or pricing.restart_s != measured_s:
         return 0.0
     return END_SHARE * measured_s

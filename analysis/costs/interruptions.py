@@ -6,11 +6,11 @@ Seconds of training steps between two saves:
 
 τ is the interval of Young and Daly, δ the cost of one save, M the mean time between two
 interruptions that leave no time to save. At most `MOST_S` of work are lost, unless saving so often
-would cost more than `MAX_SHARE` of the training: the bound on the cost goes first. Training also
-saves at the end of an epoch, if the last save is δ / `MAX_SHARE` ago; always, where the user has
-set T.
+would cost more than `MAX_SHARE` of the training: the bound on the cost takes precedence. Training
+also saves at the end of an epoch, if the last save is at least δ / `MAX_SHARE` ago, or always if
+the user has set T.
 
-Preemptions are taken as a Poisson process with mean time M between them. With a checkpoint of δ
+Preemptions are modelled as a Poisson process with mean time M between them. With a checkpoint of δ
 seconds after every τ seconds of work and R seconds to restart, work of T_s seconds takes on average
 (J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future
 Generation Computer Systems 22, 2006, equations 20 and 37)
@@ -19,9 +19,9 @@ Generation Computer Systems 22, 2006, equations 20 and 37)
     τ = √(2δM) · (1 + √(δ/2M)/3 + (δ/2M)/9) − δ     for δ < 2M, else M
 
 The first term of τ alone is the older estimate of J. W. Young (Communications of the ACM 17, 1974).
-A job of N nodes ends with the first of them: where M is known per node, the job has M/N. Waiting
-for new nodes is not in T, as it is not paid for, nor is the first start of the job, which
-`under_time_limit` adds.
+A job of N nodes ends when the first of its nodes is preempted: if M is known per node, the job has
+M/N. This T leaves out waiting for new nodes, which is not paid for, and the first start of the job,
+which `under_time_limit` adds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Array = NDArray[np.float64]
 # training checks about once a second whether to save; a shorter interval gains nothing
 MIN_INTERVAL_S = 10.0
 MOST_S = 60.0 * CHECKPOINT_MINUTES
-# of training time
+# largest share of the training time that saving may take
 MAX_SHARE = 0.03
 
 
@@ -59,10 +59,10 @@ def expected_time_s(
 ) -> Array:
     """Return the expected seconds of work with preemptions (Daly, equation 20).
 
-    Infinite where preemptions leave no progress. Work shorter than an interval is one segment, with
-    as large a share of a checkpoint as it is of the interval: checkpoints cost the same share of
-    all work, see `pricing.bill`. In the module's letters: work T_s, interval τ, between M, write δ,
-    restart R.
+    The result is infinite where preemptions leave no progress. Work shorter than an interval is one
+    segment, charged the same fraction of a checkpoint as of the interval, so that checkpoints cost
+    the same share of all work, as in `pricing.bill`. In the module's letters: work T_s, interval τ,
+    between M, write δ, restart R.
     """
     segment_s = np.where(work_s > 0.0, np.minimum(interval_s, work_s), interval_s)
     saved_s = segment_s * (1.0 + write_s / interval_s)
@@ -72,25 +72,25 @@ def expected_time_s(
 
 
 class Resume(StrEnum):
-    """From where a training goes on after an interruption."""
+    """Point from which a training continues after an interruption."""
 
-    # a checkpoint of ours
+    # the last checkpoint that tula_hpc wrote
     CHECKPOINT = auto()
-    # one of the script's own, which is taken to save at the end of each epoch
+    # the script's own checkpoint, assumed to be saved at the end of each epoch
     EPOCH = auto()
-    # from its beginning
+    # the beginning of the training
     NOTHING = auto()
 
 
 def resume_of(work: WorkloadSpec, kept: bool) -> Resume:
-    """Return from where a workload goes on; `kept`: a script was seen to keep its state exactly."""
+    """Return from where a workload continues; `kept`: a script was seen to keep its exact state."""
     if kept or not work.is_script:
         return Resume.CHECKPOINT
     return Resume.EPOCH if work.goes_on else Resume.NOTHING
 
 
 def measured_save_s(events: Iterable[Event]) -> float | None:
-    """Return δ, as the run's trainings measured it last; None before the first save."""
+    """Return δ, the cost of the latest save that a training of the run timed; None without any."""
     costs = RunHistory(events).save_costs()
     known = [(time, cost_s) for time, cost_s in costs if 0.0 <= cost_s < CREDIBLE_S]
     return max(known)[1] if known else None
@@ -119,21 +119,21 @@ def describe(save_s: float | None, pricing: PricingSpec, resume: Resume = Resume
 
 
 def interval_s(cost_s: float, between_s: Array) -> Array:
-    """Return T, seconds of training steps between two saves, for δ and M; see the module."""
+    """Return T, seconds of training steps between two saves, for δ and M (module's equation)."""
     bounded_s = np.minimum(best_interval_s(cost_s, between_s), MOST_S)
     return np.maximum(bounded_s, least_interval_s(cost_s))
 
 
 def least_interval_s(cost_s: float) -> float:
-    """Return the seconds of training steps of which a save is `MAX_SHARE`."""
+    """Return the interval, seconds of training steps, at which saving takes `MAX_SHARE`."""
     return cost_s / MAX_SHARE
 
 
 def with_epoch_ends_s(every_s: Array, epoch_s: Array, least_s: float) -> Array:
-    """Return the mean seconds of training steps between saves, those at ends of epochs included.
+    """Return the mean seconds of training steps between saves, including those at ends of epochs.
 
-    For T > 0 and the steps of an epoch. An end of an epoch saves if the last save is `least_s` ago;
-    0: always.
+    `every_s` is T > 0, `epoch_s` the seconds of an epoch's steps. The end of an epoch saves if the
+    last save is at least `least_s` ago, and always if that is 0.
     """
     epoch_s = np.maximum(epoch_s, 1e-9)
     at_ends = epoch_s * np.maximum(np.ceil(least_s / epoch_s), 1.0)
@@ -145,8 +145,8 @@ def with_epoch_ends_s(every_s: Array, epoch_s: Array, least_s: float) -> Array:
 def _in_long_epochs_s(every_s: Array, epoch_s: Array, least_s: float) -> Array:
     """Return the mean seconds of training steps between saves in epochs longer than T.
 
-    From epoch to epoch more steps lie between the last save and the end of the epoch, until that
-    end saves.
+    In each epoch more steps lie between the last save and the end of the epoch than in the epoch
+    before, until the end of an epoch saves.
     """
     whole = np.floor(epoch_s / every_s * (1.0 + 1e-9))
     rest_s = np.maximum(epoch_s - whole * every_s, 0.0)
@@ -160,7 +160,7 @@ def _in_long_epochs_s(every_s: Array, epoch_s: Array, least_s: float) -> Array:
 class Requeued(NamedTuple):
     """Expected time and requeues of a training under a time limit."""
 
-    # infinite where a limit leaves no time for work
+    # infinite if the limit leaves no time for work
     time_s: Array
     requeues: Array
 
@@ -170,15 +170,15 @@ def under_time_limit(
 ) -> Requeued:
     """Return the expected time of a training that is requeued before each time limit.
 
-    The job ends at the warning before the limit. The first one takes R to start. Each requeue
-    repeats that, and the work since the last checkpoint, on average half an interval τ:
+    A job ends at the warning before the limit. The first job takes R to start. Each requeue repeats
+    the start and the work since the last checkpoint, on average half an interval τ:
 
         requeues k = ⌈(T + R − L) / (L − R − τ/2)⌉ for T + R > L, else 0
         time       = T + R + k (R + τ/2)
 
-    Where training gets the warning, it saves before it ends, and the half interval is not repeated.
-    T is the work without interruption, checkpoints included, and L lasts from the start of a job to
-    that warning: its time limit less `signal_delay_s`.
+    A training that receives the warning saves before it ends, and does not repeat the half
+    interval. T is the work without interruptions, checkpoints included. L is the time from the
+    start of a job to the warning: its time limit less `signal_delay_s`.
     """
     repeated = restart_s + interval_s / 2.0
     usable = limit_s - repeated
@@ -192,13 +192,13 @@ def under_time_limit(
 def by_epochs_under_time_limit(
     work_s: Array, limit_s: float, epochs: Array | float, restart_s: float
 ) -> Requeued:
-    """Return the expected time of a training that goes on from the end of its last whole epoch.
+    """Return the expected time of a training that continues from the end of its last whole epoch.
 
-    With E epochs of τ seconds, jobs that end before the training's end hold m of them each:
+    With E epochs of τ seconds, each job except the last completes m epochs:
 
         m = ⌊(L − R) / τ⌋,  requeues k = ⌈E / m⌉ − 1,  time = k L + R + (E − k m) τ
 
-    Where no epoch fits into a job, the training never ends; see `under_time_limit`.
+    If no epoch fits into a job, the training never ends. See `under_time_limit` for the letters.
     """
     epoch_s = work_s / epochs
     each = np.floor((limit_s - restart_s) / epoch_s * (1.0 + 1e-9))
@@ -210,9 +210,9 @@ def by_epochs_under_time_limit(
 
 
 def anew_under_time_limit(work_s: Array, limit_s: float, restart_s: float) -> Requeued:
-    """Return the expected time of a training that begins anew after each time limit.
+    """Return the expected time of a training that starts over after each time limit.
 
-    It ends within the first job or never; see `under_time_limit`.
+    It ends within the first job or never. See `under_time_limit` for the arguments.
     """
     needed_s = work_s + restart_s
     is_over = needed_s > limit_s

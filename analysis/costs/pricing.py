@@ -1,13 +1,14 @@
 """Cost and energy of trainings, on every basis of `[pricing]`, over columns of candidates.
 
-Paid is expected wall time, that is training, evaluation after every epoch (`evaluation`), the start
-and the end of the job, checkpoints, and the work that preemptions of spot nodes and requeues at the time limit
-repeat (`interruptions`). Waiting in the queue is not paid for.
+Expected wall time is paid for: training, evaluation after every epoch (`evaluation`), the start and
+end of the job, checkpoints, and the work that preemptions of spot nodes and requeues at the time
+limit repeat (`interruptions`). Waiting in the queue is not paid for.
 
 Energy is E = N × P × T × PUE, in kilowatt-hours of the site. P, the power of a node, is the figure
-of the cluster file, or else measured during the profiled steps. That is less than a node draws:
-processors and GPUs, as far as they can be read, without power supplies, memory and fans. PUE (power
-usage effectiveness) is the site's power over that of its nodes: cooling, losses.
+in the cluster file, or else measured during the profiled steps. The measured power is less than a
+node draws: it covers processors and GPUs, as far as they can be read, without power supplies,
+memory and fans. PUE (power usage effectiveness) is the site's power over that of its nodes, which
+adds cooling and losses.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class NodePower(NamedTuple):
 
 
 def node_power(profiles: Iterable[Profile], pricing: PricingSpec) -> NodePower | None:
-    """Return the stated power, of the whole node, else the median measured one, if any."""
+    """Return the stated power of the whole node, else the median measured power, else None."""
     if pricing.watts_per_node is not None:
         return NodePower(pricing.watts_per_node, False)
     measured = [profile.watts_per_node for profile in profiles if profile.watts_per_node > 0.0]
@@ -55,14 +56,14 @@ def node_power(profiles: Iterable[Profile], pricing: PricingSpec) -> NodePower |
 
 
 def energy_kwh(nodes: Quantity, time_s: Quantity, watts: float, pue: float) -> Quantity:
-    """Return kilowatt-hours of N nodes over a time, the site's overhead included."""
+    """Return the kilowatt-hours of N nodes over a time, including the site's overhead (PUE)."""
     return nodes * time_s * (watts * pue / JOULES_PER_KWH)
 
 
 def fixed_share(wall_parts_s: Mapping[str, float]) -> float:
-    """Return the share of evaluation, starts and ends in the wall time; 0 where it is unknown.
+    """Return the share of the wall time that does not depend on the step time; 0 if unknown.
 
-    They do not depend on how long a step takes.
+    This is the time of evaluation, starts and ends.
     """
     whole_s = sum(wall_parts_s.values())
     fixed_s = sum(wall_parts_s.get(name, 0.0) for name in ("evaluation", "starts", "ends"))
@@ -70,34 +71,34 @@ def fixed_share(wall_parts_s: Mapping[str, float]) -> float:
 
 
 class Usage(NamedTuple):
-    """Resources that trainings use; columns of one length."""
+    """Resources that trainings use; columns of equal length."""
 
     nodes: Array
     workers_per_node: Array
     train_time_s: Array
-    # per worker
+    # peak memory of each worker
     peak_memory_bytes: Array
-    # all evaluations together, on top of train_time_s
+    # seconds of all evaluations together, not included in train_time_s
     evaluation_s: Array | float = 0.0
     epochs: Array | float = 1.0
-    # of each job
+    # seconds that the end of each job takes
     end_s: Array | float = 0.0
 
 
 class Bill(NamedTuple):
-    """Expected time and cost of trainings; columns of one length."""
+    """Expected time and cost of trainings; columns of equal length."""
 
-    # with starts, checkpoints, interruptions; `FOREVER_S` where it would never end
+    # including starts, checkpoints and interruptions; `FOREVER_S` for trainings that never end
     wall_time_s: Array
-    # at the time limit
+    # number of requeues at the time limit
     requeues: Array
     # in `PricingSpec.currency`
     cost: Array
-    # NaN where no power is known
+    # NaN if the power of a node is unknown
     energy_kwh: Array
     # seconds of steps between two checkpoints
     checkpoint_s: Array
-    # all checkpoints, where nothing is repeated; included in the wall time
+    # seconds of all checkpoints if no work is repeated; included in the wall time
     saving_s: Array
 
 
@@ -110,14 +111,14 @@ def train_cost_usd(
 ) -> Quantity:
     """Return the cost of training on N nodes (S. Tyagi, F. Wang, "Tula", equations of cost).
 
-    Basis "node-hour": `C = T × N × p`, p in USD per node and hour; "spot" likewise, at its own
-    price. Basis "memory": `C = T × N × workers × M × q`, M the GiB that each worker uses, q in USD
-    per GiB and hour.
+    Basis "node-hour": `C = T × N × p`, with p in USD per node and hour; "spot" the same, with its
+    own price. Basis "memory": `C = T × N × workers × M × q`, with M the GiB that each worker uses
+    and q in USD per GiB and hour.
 
     All arguments after the first are numbers, or arrays of one shape.
 
     Raises:
-        ValueError: The basis needs more than this; see `bill`.
+        ValueError: The basis needs more quantities than these; see `bill`.
     """
     node_hours = nodes * train_time_s / HOUR_S
     if pricing.basis == "node-hour":
@@ -140,11 +141,11 @@ def bill(
 ) -> Bill:
     """Return expected wall time and cost of trainings on one kind of nodes.
 
-    The cluster has no partitions (see `ClusterSpec.parts`). Without `save_s` a checkpoint costs as
-    the prices state.
+    The cluster has no partitions (see `ClusterSpec.parts`). Without `save_s` a checkpoint costs
+    what the prices state.
 
     Raises:
-        InputError: The basis is energy, and no power is known.
+        InputError: The basis is energy, and the power of a node is unknown.
     """
     pricing = cluster.pricing
     if save_s is None:
@@ -172,10 +173,10 @@ def bill(
 
 
 def enough_minutes(work_s: Array, interval_s: Array, cluster: ClusterSpec, requeues: int) -> Array:
-    """Return the least train_minutes under which trainings are requeued at most k times.
+    """Return the least train_minutes with which trainings are requeued at most k times.
 
-    By `under_time_limit`, for the same quantities, L = (T + R + k (R + τ/2)) / (1 + k). k is 0 for
-    a training that begins anew, and for the work of one job.
+    In the letters of `under_time_limit`, L = (T + R + k (R + τ/2)) / (1 + k). k (`requeues`) is 0
+    for a training that starts over after an interruption, and for the work of a single job.
     """
     start_s = cluster.pricing.start_s
     limit_s = (work_s + start_s + requeues * (start_s + interval_s / 2.0)) / (1.0 + requeues)
@@ -205,7 +206,7 @@ def _with_preemptions_s(
     pricing: PricingSpec, usage: Usage, interval_s: Array, save_s: float
 ) -> Array:
     work_s = usage.train_time_s + usage.evaluation_s
-    # evaluations lie between checkpoints as steps do
+    # evaluations also fall between checkpoints, so that an interval holds more work than its steps
     evaluating = work_s / np.maximum(usage.train_time_s, MOMENT_S)
     return interruptions.expected_time_s(
         work_s,
@@ -217,14 +218,14 @@ def _with_preemptions_s(
 
 
 def expected_preemptions(pricing: PricingSpec, nodes: Array, wall_time_s: Array) -> Array:
-    """Return the mean number of preemptions of jobs of N nodes; 0 except on spot nodes."""
+    """Return the mean number of preemptions of trainings on N nodes; 0 except on spot nodes."""
     if pricing.basis != "spot":
         return np.zeros_like(wall_time_s)
     return wall_time_s / between_preemptions_s(pricing, nodes)
 
 
 def between_preemptions_s(pricing: PricingSpec, nodes: Array) -> Array:
-    """Return mean seconds between preemptions of a job of N nodes; only for the basis "spot"."""
+    """Return the mean seconds between preemptions of a job of N nodes; only for basis "spot"."""
     between_s = pricing.preemption_hours * HOUR_S
     return between_s / nodes if pricing.preempted == "node" else np.full_like(nodes, between_s)
 
@@ -232,7 +233,7 @@ def between_preemptions_s(pricing: PricingSpec, nodes: Array) -> Array:
 def _saved_every_s(
     cluster: ClusterSpec, training: TrainingSpec, usage: Usage, save_s: float, resume: Resume
 ) -> Array:
-    """Return seconds of steps that are repeated together."""
+    """Return the seconds of steps between points to resume from, the most that is repeated."""
     if resume is Resume.NOTHING:
         return np.maximum(usage.train_time_s, MOMENT_S)
     if resume is Resume.EPOCH:
@@ -243,7 +244,7 @@ def _saved_every_s(
 def _checkpoint_s(
     cluster: ClusterSpec, training: TrainingSpec, usage: Usage, save_s: float
 ) -> Array:
-    """Return seconds of steps between checkpoints, at the interval and at ends of epochs."""
+    """Return the mean seconds of steps between checkpoints, including those at ends of epochs."""
     epoch_s = usage.train_time_s / usage.epochs
     if training.checkpoint_minutes is not None:
         every_s = np.full_like(usage.nodes, training.checkpoint_s)
@@ -258,7 +259,7 @@ def _checkpoint_s(
 
 
 def assumptions(cluster: ClusterSpec, power: NodePower | None) -> list[str]:
-    """Return notes for the user on the assumptions behind the prices of one kind of nodes."""
+    """Return notes to the user about assumptions behind the costs on one kind of nodes."""
     pricing = cluster.pricing
     found: list[str] = []
     if pricing.basis == "tres":

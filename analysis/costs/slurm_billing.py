@@ -3,14 +3,14 @@
     billing = Σ weight × count
     billing = max(weight × count of cpu, mem, node, gres) + Σ of the others
 
-over the TRES of the job (slurm.conf(5), TRESBillingWeights); the latter with
+over the TRES of the job (slurm.conf(5), TRESBillingWeights). The second equation holds with
 PriorityFlags=MAX_TRES.
 
-Service units are billing × hours. Slurm's accounting keeps whole numbers of billing units, its fair
-share does not; here nothing is rounded. All nodes of a job are alike, so that a job of N nodes is
-billed N times a node. Resources that these jobs do not ask for, as licences, energy and burst
-buffers, count nothing. Of the options in `[sbatch]` those that ask for generic resources of a node
-or a task are counted, others not. The plan warns of both where such a resource has a weight.
+Service units are billing × hours. Slurm's accounting keeps whole billing units only, its fair share
+does not; here nothing is rounded. All nodes of a job are alike, so that a job of N nodes is billed
+N times as much as one node. Resources that these jobs do not ask for, such as licenses, energy and
+burst buffers, count as 0. Of the options in `[sbatch]`, only those that ask for generic resources
+of a node or a task are counted. The plan warns if such an omitted resource has a weight.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tula_hpc.config.gpus import requested_gres
 from tula_hpc.formatting import plural
 
 MIB_PER_GIB = 1024.0
-# options in [sbatch] that are not counted, with the start of the names of the TRES they change
+# options in [sbatch] that are not counted, each with the prefix of the TRES names that it changes
 _UNCOUNTED = {
     "bb": "bb/",
     "bbf": "bb/",
@@ -45,14 +45,15 @@ class NodeResources(NamedTuple):
 
     # counts by TRES name in lower case: cores, MiB, GPUs, …
     tres: dict[str, float]
+    # notes to the user about assumptions
     assumed: tuple[str, ...]
 
 
 def node_resources(cluster: ClusterSpec) -> NodeResources:
     """Return a job's resources on each node; an exclusive job holds all cores and GPUs.
 
-    The memory is that asked for, also on exclusive nodes (sbatch(1), --exclusive); without
-    `memory_gb` the whole node's.
+    Memory is what the job asks for, also on exclusive nodes (sbatch(1), --exclusive), or the whole
+    node's if `memory_gb` is not set.
     """
     pricing, workers = cluster.pricing, cluster.workers_per_node
     weighted = [name for name, weight in pricing.tres_weights.items() if weight]
@@ -88,7 +89,7 @@ def _options(cluster: ClusterSpec) -> dict[str, str]:
 def _take_whole_node(
     tres: dict[str, float], pricing: PricingSpec, weighted: list[str]
 ) -> list[str]:
-    """Raise counts to the whole node's cores and GPUs; return notes on counts that are unknown."""
+    """Set counts to the whole node's cores and GPUs; return notes about unknown counts."""
     assumed = []
     names = [name.partition(":")[0] for name in weighted]
     for name, noun, key, whole in (
@@ -110,7 +111,7 @@ def _take_whole_node(
 
 
 def _gres(cluster: ClusterSpec) -> dict[str, float]:
-    """Return counts of generic resources on a node, by name, and by name and type."""
+    """Return the counts of generic resources on a node, by name and by "name:type"."""
     counts: defaultdict[str, float] = defaultdict(float)
     for name, kind, count in _requests(cluster):
         counts[f"gres/{name}"] += count
@@ -122,7 +123,7 @@ def _gres(cluster: ClusterSpec) -> dict[str, float]:
 
 
 def _requests(cluster: ClusterSpec) -> list[tuple[str, str, float]]:
-    """Return name, type and count of each generic resource; GPU options replace those of gres."""
+    """Return name, type and count of each generic resource; GPU options replace GPUs in `gres`."""
     options = _options(cluster)
     items = list(requested_gres(options.get("gres", cluster.gres or "")))
     for option, times in (("gpus-per-task", cluster.workers_per_node), ("gpus-per-node", 1)):
@@ -135,7 +136,7 @@ def _requests(cluster: ClusterSpec) -> list[tuple[str, str, float]]:
 
 
 def billing_per_node(pricing: PricingSpec, tres: dict[str, float]) -> float:
-    """Return billing units of a node; see the equations above."""
+    """Return the billing units of a node by the module's equations."""
     weighted = {name: weight * tres.get(name, 0.0) for name, weight in pricing.tres_weights.items()}
     if not pricing.max_tres:
         return sum(weighted.values())

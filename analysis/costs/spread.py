@@ -1,24 +1,24 @@
 """Uncertainty of a training's whole time: possible errors of each of its parts and of their sum.
 
-Every part has a 90 % interval of its own. The ends of the sum T = Σ t follow from those of the
-parts in quadrature, on either side by itself:
+Every part has its own 90 % interval. The ends of the sum T = Σ t follow from the ends of the parts
+in quadrature, separately below and above:
 
     high − T = √Σ (high_i − t_i)²        T − low = √Σ (t_i − low_i)²
 
-which is exact for independent normal errors: those of steps are their model's, those of starts the
-nodes' and file system's at that moment, those of evaluations another model's.
+This is exact for independent normal errors. The errors have separate causes: the model of step
+times, nodes and file system at the time of a start, the model of evaluations.
 
-- Steps: the interval of the step time's model, see `step_factors`.
+- Steps: the interval of the step-time model, see `step_factors`.
 - Starts: the factor e^(±z s √(1 + 1/n)) around the median of n measured starts. s² is their
   variance on a logarithmic scale, pooled with `START_SPREAD`² as if `PRIOR_STARTS` more had been
-  measured: a run has a handful. Stated and assumed starts: `STATED_SPREAD`.
-- Ends of jobs, from the last work to when the nodes are free: `END_FACTORS`, see `evaluation`, and
-  the second of which accounting counts whole ones.
+  measured, since a run has only a handful. Stated and assumed starts: `STATED_SPREAD`.
+- Ends of jobs, from the last work until the nodes are free: `END_FACTORS`, see `evaluation`, and a
+  second on each side, as accounting counts whole seconds.
 - Evaluation: `EvaluationTime.factors`.
-- Checkpoints: a cost that was assumed may be nothing, or twice as much; one that a training
-  measured half or twice. The last save is waited for, which the expectation leaves out: it counts
-  above, at `SLOW_DISK` but at most at the cost of a save.
-- Repeated work: that of k interruptions, whose count is Poisson's: 1 ± z/√k.
+- Checkpoints: an assumed cost may be nothing or twice as much, a measured cost half or twice as
+  much. Training waits for its last save, which the expected time leaves out: it raises the upper
+  end by the time to write it at `SLOW_DISK`, at most by the cost of a save.
+- Repeated work of k interruptions, whose number is Poisson-distributed: 1 ± z/√k.
 """
 
 from __future__ import annotations
@@ -37,24 +37,25 @@ from tula_hpc.config import ClusterSpec
 Array = NDArray[np.float64]
 Ends = tuple[float, float]
 
-# of a normal distribution, 90 % lie within so many standard deviations
+# 90 % of a normal distribution lie within this many standard deviations
 Z_90 = 1.645
-# of a training's start against the median of its profile jobs: 0 to 21 % off in seven trainings on
-# the test cluster without neighbours, before the sweeps of tests/benchmarks/promise.py
+# Standard deviation, in logarithms, of a training's start around the median of its profile jobs.
+# Starts were 0 to 21 % off in seven trainings on the test cluster while nothing else ran there,
+# before the sweeps of tests/benchmarks/promise.py.
 START_SPREAD = 0.15
 PRIOR_STARTS = 4
 STATED_SPREAD = 0.35
 END_FACTORS = (0.5, 2.0)
-# a job's time by accounting is that of two clocks without fractions
+# accounting subtracts two times in whole seconds
 ACCOUNTED_S = 1.0
 MEASURED_SAVES = (0.5, 2.0)
 ASSUMED_SAVES = (0.0, 2.0)
 # bytes per second
 SLOW_DISK = 50e6
-# of interruptions, where hardly any is expected
+# least expected number of interruptions in z/√k, which would diverge at 0
 FEWEST = 0.01
 MOMENT_S = 1e-9
-# far from all measurements an interval may have no upper end, which JSON cannot say
+# largest factor: far from all measurements an upper end may be infinite, which JSON has no form for
 WIDEST = 1e6
 
 
@@ -67,7 +68,7 @@ class TimePart(StrEnum):
     CHECKPOINTS = "checkpoints"
     REPEATED = "repeated"
     ENDS = "ends"
-    # jobs that failed and left nothing to go on from; nobody expects them
+    # jobs that failed and left nothing to resume from; the expected time has none
     FAILED = "failed"
 
 
@@ -77,7 +78,7 @@ class Spread(NamedTuple):
     starts: Ends
     evaluation: Ends
     saves: Ends = ASSUMED_SAVES
-    # of the save at the end, at most
+    # most seconds that the save at the end takes
     last_save_s: float = 0.0
 
     def of_parts(
@@ -85,8 +86,8 @@ class Spread(NamedTuple):
     ) -> dict[str, Ends]:
         """Return the interval of each part of `Candidate.wall_parts_s`, seconds.
 
-        `pace` are the factors of the step time; one interruption repeats `interruption_s`, a start
-        and half an interval between checkpoints.
+        `pace` holds the factors of the step time. One interruption repeats `interruption_s`: a
+        start and half an interval between checkpoints.
         """
         expected = parts_s.get(TimePart.REPEATED, 0.0) / max(interruption_s, MOMENT_S)
         more = Z_90 / math.sqrt(max(expected, FEWEST))
@@ -114,9 +115,9 @@ class Spread(NamedTuple):
 def step_factors(planned_s: Array, model_s: Array, ends_s: Array) -> Array:
     """Return the ends of the intervals around planned step times (n,), as factors (2, n) of them.
 
-    They are those of the model's 90 % interval, `ends_s` (2, n), around its prediction. A planned
-    time may be a single measurement, off by chance: where it and the model lie within the reach of
-    each other, both are inside.
+    The factors are those of the model's 90 % interval, `ends_s` (2, n), around its prediction. A
+    planned time may be a single measurement, off by chance: if the intervals around it and around
+    the prediction overlap, the result is widened to hold both values.
     """
     low, high = np.clip(ends_s / model_s, 0.0, WIDEST)
     apart = model_s / planned_s
@@ -130,9 +131,9 @@ def step_factors(planned_s: Array, model_s: Array, ends_s: Array) -> Array:
 
 
 def widened(model_s: Array, ends_s: Array, half: Array) -> Array:
-    """Return intervals (2, n) around predictions (n,), with a second spread in quadrature.
+    """Return intervals (2, n) around predictions (n,), widened by a second spread in quadrature.
 
-    `half` (n,) is half the width of that one, in logarithms.
+    `half` (n,) is half the width of the second spread, in logarithms.
     """
     with np.errstate(divide="ignore", over="ignore"):
         low, high = np.hypot(np.log(ends_s / model_s), half)
@@ -140,7 +141,7 @@ def widened(model_s: Array, ends_s: Array, half: Array) -> Array:
 
 
 def start_factors(measured_s: Sequence[float]) -> Ends:
-    """Return the factors of a start, around the median of those measured; without any, assumed."""
+    """Return the factors of a start around the median measured start; assumed ones without any."""
     count = len(measured_s)
     if not count:
         half = Z_90 * STATED_SPREAD
@@ -154,9 +155,9 @@ def start_factors(measured_s: Sequence[float]) -> Ends:
 
 
 def with_save(cluster: ClusterSpec, state_bytes: float) -> ClusterSpec:
-    """Return the cluster with a checkpoint's time by its size in its prices, unless they state one.
+    """Return the cluster with a checkpoint's time, estimated from its size, in its prices.
 
-    No longer than is assumed of one whose size is not known.
+    A stated time stays. The estimate is at most the time assumed for a checkpoint of unknown size.
     """
     if cluster.pricing.checkpoint_write_s is not None or state_bytes <= 0:
         return cluster
@@ -166,12 +167,12 @@ def with_save(cluster: ClusterSpec, state_bytes: float) -> ClusterSpec:
 
 
 def last_save_s(state_bytes: float, save_s: float) -> float:
-    """Return the most that the save at a training's end is expected to take, seconds."""
+    """Return the seconds that the save at a training's end may take at most."""
     return min(state_bytes / SLOW_DISK, save_s)
 
 
 def whole_factors(parts_s: Mapping[str, float], intervals: Mapping[str, Ends], pace: Ends) -> Ends:
-    """Return the interval of the sum as factors of it; the steps' own where no parts are known."""
+    """Return the interval of the sum as factors of it; those of the steps if no part is known."""
     whole_s = sum(parts_s.values())
     if whole_s <= 0.0:
         return pace

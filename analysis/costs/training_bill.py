@@ -1,14 +1,14 @@
-"""A training's promise and its bill: expected and actual time, and the part that was off.
+"""A training's bill: its expected and actual time and cost, and the parts that were off.
 
-Seconds are those of the training's jobs, from when the scheduler gave them nodes to when it had
-them back, without queueing. The scheduler's accounting tells them, where there is one
-(accounting.jsonl). The run's own notes tell them up to the last work of each job; how long a job
-takes to end is then taken as planned, unless its end was noted sooner. The price of a second is the
-plan's, so that a bill differs from its promise by the time alone.
+Seconds are those of the training's jobs, from when the scheduler grants nodes until it has them
+back, without queueing. They come from the scheduler's accounting, if there is one
+(accounting.jsonl). Otherwise the run's own notes give them up to the last work of each job; the end
+of a job is then assumed to take as long as planned, unless the notes show that it ended sooner. The
+price of a second is the plan's, so that expected and actual cost differ only by the time.
 
-The steps, evaluations and saves of a training are timed by itself, and the start of each of its
-jobs. The rest of the time in accounting is the end of the job; after interruptions it is the work
-that was lost with them, too, and counts as repeated.
+A training times its own steps, evaluations and saves, and the start of each of its jobs. The rest
+of the time in accounting is the end of the job. After interruptions the rest also includes the work
+that was lost, and counts as repeated.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from tula_hpc.analysis.costs.usage import actual_use
 from tula_hpc.formatting import FOREVER_S
 from tula_hpc.records import Candidate, EpochMetrics, Event, JobAccount, RunHistory, TrainResult
 
-# of the whole time as expected: a part that differs by less moves nobody's plans
+# a part is mentioned if it is off by at least this share of the expected whole time
 NOTEWORTHY_SHARE = 0.05
-# accounting counts in whole seconds, and parts are timed on one worker
+# Accounting is believed if it has at least this share of the time that the training recorded. It
+# may have a little less, as it counts whole seconds and parts are timed on one worker.
 LEAST_SHARE = 0.8
 
 
 class PromiseVerdict(StrEnum):
-    """Place of a measured value against the 90 % interval of the expected one."""
+    """Place of a measured value relative to the 90 % interval of the expected value."""
 
     WITHIN = "within"
     MORE = "more"
@@ -48,17 +49,17 @@ class Source(StrEnum):
 
 
 class Compared(NamedTuple):
-    """A quantity as it was expected and as it came."""
+    """A quantity's expected and actual value."""
 
     expected: float
-    # at 90 %; None where the plan has none
+    # 90 % interval; None if the plan has none
     interval: tuple[float, float] | None
-    # None: not known
+    # None: unknown
     actual: float | None
 
     @property
     def verdict(self) -> PromiseVerdict:
-        """Return where the actual value lies."""
+        """Return where the actual value lies relative to the interval."""
         if self.actual is None or self.interval is None:
             return PromiseVerdict.UNKNOWN
         low, high = self.interval
@@ -68,23 +69,24 @@ class Compared(NamedTuple):
 
     @property
     def excess(self) -> float:
-        """Return actual less expected; 0 where the former is not known."""
+        """Return actual minus expected; 0 if the actual value is unknown."""
         return 0.0 if self.actual is None else self.actual - self.expected
 
 
 class TrainingBill(NamedTuple):
-    """Expected against actual, of a training that ended."""
+    """Expected and actual time and cost of a training that ended."""
 
     # seconds
     whole: Compared
+    # seconds
     parts: Mapping[TimePart, Compared]
-    # in the currency
+    # in `currency`
     cost: Compared
     currency: str
     source: Source
-    # of the job, restarts included
+    # number of runs of the training's jobs, restarts included
     runs: int
-    # of them killed without a note, and in no figure here
+    # runs that were killed without a note; their time is missing in all numbers here
     unknown_runs: int
 
     def parts_off(self) -> list[TimePart]:
@@ -97,11 +99,11 @@ class TrainingBill(NamedTuple):
         return sorted(off, key=lambda part: -abs(self.parts[part].excess))
 
     def has_felt(self, part: TimePart) -> bool:
-        """Return whether a part made a noteworthy difference to the whole."""
+        """Return whether a part changed the whole time by a noteworthy share."""
         return abs(self.parts[part].excess) >= NOTEWORTHY_SHARE * self.whole.expected
 
     def most_of_it(self) -> TimePart | None:
-        """Return the part that moved the whole most, where that is outside of its interval."""
+        """Return the part that moved the whole time most; None if that is within its interval."""
         if self.whole.verdict not in (PromiseVerdict.MORE, PromiseVerdict.LESS) or not self.parts:
             return None
         way = 1.0 if self.whole.verdict is PromiseVerdict.MORE else -1.0
@@ -115,10 +117,10 @@ def training_bill(
     accounts: Sequence[JobAccount] = (),
     epochs: Sequence[EpochMetrics] = (),
 ) -> TrainingBill | None:
-    """Compare a training with its plan; None for a plan without an end.
+    """Compare a training with its plan; None if the plan expected that it never ends.
 
-    The events are of this training alone. `accounts` are every run of its jobs, none where
-    accounting does not tell; `epochs` have the evaluations of results that do not tell them.
+    The events are of this training alone. `accounts` holds every run of its jobs, or nothing if
+    accounting has no complete record. `epochs` supplies the evaluation time if the result has none.
     """
     whole_s = promised.wall_time_s
     if not 0.0 < whole_s < FOREVER_S:
@@ -152,7 +154,7 @@ class _Used(NamedTuple):
 
 def _used(result: TrainResult, events: Sequence[Event], accounts: Sequence[JobAccount]) -> _Used:
     seconds = sum(account.elapsed_s for account in accounts)
-    # of a node that failed, Slurm may note less than was done
+    # if a node failed, Slurm may record less time than the training worked
     evaluation_s = result.evaluation_s or 0.0
     done_s = result.train_time_s + result.starts_s + evaluation_s + result.saving_s
     if seconds > 0.0 and seconds >= LEAST_SHARE * done_s:
@@ -162,7 +164,7 @@ def _used(result: TrainResult, events: Sequence[Event], accounts: Sequence[JobAc
     work_s = use.node_seconds / result.nodes
     without_start = use.without_start / use.runs
     if work_s <= 0.0:
-        # events were lost; without restarts nothing but work lies between
+        # the events are lost; the wall time is all work, unless restarts waited in the queue
         work_s = result.wall_time_s
         without_start = 1.0
     seconds = work_s + _end_s(result.starts_s, events) + without_start * result.starts_s
@@ -176,17 +178,17 @@ def _end_s(starts_s: float, events: Iterable[Event]) -> float:
 
 
 def _failed_s(result: TrainResult, history: RunHistory, accounts: Sequence[JobAccount]) -> float:
-    """Return the seconds of runs before the last one that began with nothing.
+    """Return the seconds of all runs before the last run that began from the start.
 
-    Where a job has left events of fewer runs than it had, it is not known which ones they are, but
-    for the last of all.
+    If a job has left events of fewer runs than it had, nothing says which of its runs they belong
+    to, except for the very last run.
     """
     if not result.restarts:
         return sum(account.elapsed_s for account in accounts[:-1])
     runs = Counter(account.job_id for account in accounts)
     begun = {job: history.job(job).begun_with_nothing for job in runs}
     so_far_s = sum(account.elapsed_s for account in accounts)
-    # from the last one back: the first runs of a requeued job may have left nothing
+    # from the last run back, as the first runs of a requeued job may have left no event
     for account in reversed(accounts):
         so_far_s -= account.elapsed_s
         left = begun[account.job_id]
@@ -220,14 +222,14 @@ def _actual_parts_s(
     if None in known_s:
         return found
     rest_s = max(0.0, used.seconds - sum(seconds or 0.0 for seconds in known_s))
-    # of a run that left no event it is not known which one it was
+    # failed_s may be too much, since nothing says which runs left no events
     found[TimePart.FAILED] = failed_s = min(failed_s, rest_s)
     rest_s -= failed_s
     if repeating > 0:
         found[TimePart.REPEATED] = max(0.0, rest_s - END_SHARE * result.starts_s)
     else:
         found[TimePart.REPEATED] = 0.0
-        # notes end with the last work
+        # the run's own notes end with the last work and say nothing about the end of the job
         if used.source is Source.ACCOUNTING:
             found[TimePart.ENDS] = rest_s
     return found
@@ -236,7 +238,7 @@ def _actual_parts_s(
 def _parts(
     promised: Candidate, actual_s: Mapping[TimePart, float | None]
 ) -> dict[TimePart, Compared]:
-    """Return the parts that were expected or came, in the order of `TimePart`."""
+    """Return the parts that were expected or occurred, in the order of `TimePart`."""
     intervals = {str(TimePart.FAILED): (0.0, 0.0), **promised.part_intervals_90}
     if "train_time_s" in promised.interval_90:
         intervals.setdefault(TimePart.STEPS, promised.interval_90["train_time_s"])

@@ -1,4 +1,4 @@
-"""Node time that jobs used: profile jobs from their notes, a training from its events."""
+"""Node time that jobs used: of profile jobs from their notes, of a training from its events."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tula_hpc.records import Event, JobNote, Measurement, RunHistory, TrainResul
 
 
 class JobRun(NamedTuple):
-    """One run of a profile job, on a clock of Unix seconds; a requeued job has several."""
+    """One run of a profile job, with times in Unix seconds; a requeued job has several runs."""
 
-    # of the allocation
+    # allocated nodes
     nodes: int
     waited_from: float
     began_at: float
-    # when all workers had met; the end for a run that ended before
+    # when all workers had met, or `ended_at` for a run that ended before
     ready_at: float
     ended_at: float
     job_id: str = ""
@@ -40,10 +40,10 @@ def job_runs(
     measurements: Iterable[Measurement] = (),
     cluster: ClusterSpec | None = None,
 ) -> list[JobRun]:
-    """Return the runs of all jobs by their notes, job after job in the order of writing.
+    """Return the runs of all jobs from their notes, job by job in the order of writing.
 
-    Measurements give the end of a job that was killed before it could write a note, the cluster the
-    jobs' time limit: a longer run is due to a clock that was set meanwhile.
+    Measurements give the end of a job that was killed before it could write a note. The cluster
+    gives the jobs' time limit: a run that seems longer is cut, since its clock must have been set.
     """
     parts = cluster.parts() if cluster else ()
     limit_s = max((60.0 * part.profile_minutes for part in parts), default=math.inf)
@@ -62,7 +62,7 @@ def job_runs(
 def _runs(
     job: Sequence[Sequence[JobNote]], recorded_at: Sequence[float], limit_s: float
 ) -> Iterator[JobRun]:
-    """Yield the runs of one job: a requeued one waits from the end of the run before."""
+    """Yield the runs of one job; after a requeue it waits from the end of the previous run."""
     waited_from = job[0][0].submitted_at
     for notes, following in zip_longest(job, job[1:]):
         until = following[0].time if following else math.inf
@@ -99,9 +99,10 @@ def _job_run(
 
 
 def only_waiting_s(runs: Sequence[JobRun]) -> float:
-    """Return the seconds in which a job waited and none ran.
+    """Return the seconds in which jobs waited and none ran.
 
-    Waiting while another one runs is no queue: tasks of an array wait for each other.
+    Waiting while another job runs does not count as queueing, as tasks of an array wait for each
+    other.
     """
     waiting = [(run.waited_from, run.began_at) for run in runs]
     running = [(run.began_at, run.ended_at) for run in runs]
@@ -109,7 +110,7 @@ def only_waiting_s(runs: Sequence[JobRun]) -> float:
 
 
 def length_of_union(intervals: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of intervals."""
+    """Return the total length that intervals cover, overlaps counted once."""
     total = 0.0
     reached = -math.inf
     for low, high in sorted(intervals):
@@ -119,10 +120,10 @@ def length_of_union(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def describe_profiling(runs: Sequence[JobRun], measurements: Iterable[Measurement]) -> str:
-    """Return the cost of profile jobs in one sentence; empty where none left notes.
+    """Return the cost of profile jobs in one sentence; "" if no job left notes.
 
-    By their own clock, from the start of the allocation to their last note: the scheduler's
-    accounting has a second or two more, in which the processes end.
+    Times are by the jobs' own clocks, from the start of the allocation to their last note. The
+    scheduler's accounting has a second or two more, in which the processes end.
     """
     if not runs:
         return ""
@@ -141,23 +142,23 @@ def describe_profiling(runs: Sequence[JobRun], measurements: Iterable[Measuremen
 
 
 class Use(NamedTuple):
-    """Recorded use of a training."""
+    """Recorded use of nodes by a training."""
 
     node_seconds: float
-    # of the job, requeued ones included
+    # runs of the training's jobs, requeued ones included
     runs: int
-    # killed without an event: not in node_seconds
+    # runs that were killed without an event; their time is not in node_seconds
     unknown_runs: int
-    # of the runs, those from their first event on, not from when the job was given nodes
+    # runs counted from their first event, as no event says when the job was given nodes
     without_start: int = 0
 
 
 def actual_use(events: Iterable[Event], result: TrainResult) -> Use:
     """Add up the node-seconds of a finished training over all its runs, without queueing.
 
-    A run lasts from "resumed" (the first one from the beginning in the result) to its last event
-    ("preempted", "requeued", "finished", …). One of them tells when the job began; where none does,
-    the start of Python is not included.
+    A run lasts from its event "resumed" (the first run: from the beginning that the result gives)
+    to its last event ("preempted", "requeued", "finished", …). If one of its events says when the
+    job began, the run is counted from there; else the start of Python is not included.
     """
     signs = RunHistory(events).signs()
     end = max((sign.time for sign in signs if sign.kind == "finished"), default=None)
@@ -166,7 +167,7 @@ def actual_use(events: Iterable[Event], result: TrainResult) -> Use:
     runs = 1
     unknown_runs = 0
     without_start = 0
-    # of the job, as the event of its first work has it
+    # when the run's job began, by the event of its first work
     began_at: float | None = None
     for sign in signs:
         if sign.kind == "resumed" and sign.time > (begin or 0.0):
@@ -175,10 +176,10 @@ def actual_use(events: Iterable[Event], result: TrainResult) -> Use:
             begin = sign.time
             began_at = sign.began_at
         elif sign.kind in ("stopped", "finished") and begin is not None:
-            # where a job fails, the command that waits notes its end, and knows no more
+            # the end of a failed job is noted by the waiting command, which knows no `began_at`
             began_at = sign.began_at or began_at
             if sign.time < begin:
-                # of a job that failed before the one of which the result tells
+                # this job failed before the one in which the result's first run began
                 runs += 1
                 unknown_runs += began_at is None
                 seconds += sign.time - (began_at or sign.time)
