@@ -154,7 +154,7 @@ def draw_variability(run: RunContents) -> Drawing | Missing:
     training = next(filter(_has_both, run.trainings), None)
     if training is None:
         why = "training logged no Δ(G) yet, or no epoch"
-        return Missing("variability", "gradient variability beside accuracy", why, optional=True)
+        return Missing("variability", "gradient variability and accuracy", why, optional=True)
     curve = _curve(training.metrics.steps, "sensitivity")
     epochs = training.metrics.epochs
     name, score, unit = "test_accuracy_percent", "test accuracy", " %"

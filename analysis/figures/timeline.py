@@ -255,7 +255,7 @@ def _caption(found: Sequence[Stretch], rows: Sequence[str]) -> str:
         "One row for each profile job, one for each training with all its jobs. Jobs wait from "
         "their submission, or from the end of their previous run, until they have nodes; time that "
         "may be either counts as running. A job that has given no sign yet is drawn as waiting, up "
-        "to the report if a command was at work then. "
+        "to the report if a command was running then. "
     )
     if any(one.is_interrupted for one in found):
         text += "A cross marks where a preemption, a time limit or a failure ended a run. "

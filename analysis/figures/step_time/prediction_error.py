@@ -87,7 +87,7 @@ def draw_memory_error(run: RunContents) -> Drawing | Missing:
         axes.set_ylabel("error of the model's memory")
     caption = (
         "Predicted over measured peak memory of a worker, minus one: above zero the model expects "
-        "more than is used, which wastes memory but fails no training; below zero less. One marker "
+        "more than is used, which wastes memory but stops no training; below zero less. One marker "
         "per profiled configuration, from the smallest batch (left) to the largest within each "
         "number of nodes; the bar is the median, the box holds the middle half. The model was "
         "fitted to the filled markers."
