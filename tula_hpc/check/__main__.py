@@ -411,7 +411,7 @@ def _as_text(checks: Sequence[_Check], logs: str, width: int) -> str:
 
 
 def _first_to_do(checks: Sequence[_Check], width: int) -> list[str]:
-    """Say which of several failed lines to mend first: topics are in the order of their causes."""
+    """Say which of several failed lines to fix first: topics are in the order of their causes."""
     from tula_hpc.check.site_verdicts import Topic
 
     failed = []

@@ -193,7 +193,7 @@ class Peers:
         self.exchange("")
 
     def exchange(self, message: str) -> list[str]:
-        """Return each worker's message, by rank; only the own one if a worker does not answer."""
+        """Return each worker's message, by rank; only this worker's own if another is missing."""
         self._rounds += 1
         if self.store is None:
             return [message]

@@ -83,7 +83,7 @@ def time_collectives(
 def why_skipped(
     backend: str, place: WorkerEnvironment, report: RankReport, peers: Peers
 ) -> Skip | None:
-    """Agree with all workers on why a collective would fail, before any waits in it; else None."""
+    """Return why a collective would fail, or None; all workers agree before any waits in it."""
     if place.world_size == 1:
         return Skip.SINGLE_WORKER
     lacks = report.host is not None and report.host.lacks_interface(backend)

@@ -402,7 +402,7 @@ def _keys_of(node: ast.AST) -> list[str]:
 
 
 def _saved(tree: ast.Module) -> Iterator[str]:
-    """Yield the file names to which the script saves."""
+    """Yield the names of files that the script passes to a `save` function."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and _last_name(node.func) == "save":
             for argument in [*node.args, *(keyword.value for keyword in node.keywords)]:

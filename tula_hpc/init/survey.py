@@ -26,7 +26,7 @@ EVERYBODY = ("", "ALL", "(null)")
 
 
 class Place(NamedTuple):
-    """One partition, the most frequent kind of its nodes, and this user's limits there."""
+    """One partition, the most frequent kind of node in it, and this user's limits there."""
 
     partition: Partition
     is_default: bool
