@@ -67,12 +67,12 @@ def local_cluster_file() -> str:
     gpus = '"cuda" for its GPUs, one for each worker'
     tables = {
         "": [
-            Line("name", "local", "in reports"),
-            Line("executor", "local", "jobs are processes of this machine"),
+            Line("name", "local", "name of the cluster, shown in reports"),
+            Line("executor", "local", "jobs run as processes on this machine"),
             Line("device", "cpu", f"collectives run over gloo; {gpus}"),
             Line("max_nodes", usable_cores(), "as many as this machine has cores"),
-            Line("workers_per_node", 1, "processes that stand in for a node"),
-            Line("cpus_per_worker", 1, "threads of each"),
+            Line("workers_per_node", 1, "worker processes that stand in for a node"),
+            Line("cpus_per_worker", 1, "threads of each worker"),
         ]
     }
     return _text(

@@ -29,7 +29,7 @@ LARGEST_SEED = 2**31
 METRIC = Line(
     "metric",
     r"Acc@1 (?P<test_accuracy>[\d.]+)",
-    f"how it prints its score: {UNKNOWN}",
+    f"how the script prints its score: {UNKNOWN}",
     asked=True,
 )
 
@@ -77,7 +77,7 @@ class Script(NamedTuple):
 def sweep_file(script: Script, cluster: ClusterSpec) -> str:
     """Return the text of a sweep file, valid once the lines that end with `unknown` are filled in."""
     lines = [
-        f"# Sweep of {script.path.name}, as its source describes it: nothing of it was run.",
+        f"# Sweep of {script.path.name}, as its source describes it; the script was not run.",
         f"# Lines that begin with # and end with {UNKNOWN!r} hold what the source does not say. If",
         "# samples, epochs or arguments are among them, fill them in before the sweep.",
         "",
@@ -100,7 +100,7 @@ def sweep_file(script: Script, cluster: ClusterSpec) -> str:
 def name_line(stem: str) -> str:
     """Return the line with a sweep's name, made from a script's name."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", stem)[:64].lstrip("._-")
-    return Line("name", name or "training", "of the run and its jobs").text()
+    return Line("name", name or "training", "name of the run and its jobs").text()
 
 
 def _workload(script: Script) -> Iterator[Line]:
@@ -113,21 +113,21 @@ def _workload(script: Script) -> Iterator[Line]:
     yield Line(
         "samples",
         50_000,
-        f"of an epoch, over all workers; tula attach fills it in: {UNKNOWN}",
+        f"samples of an epoch, over all workers; tula attach fills it in: {UNKNOWN}",
         asked=True,
     )
     epochs = _number(options.epochs, 100_000)
     if epochs is None:
-        words = "of the whole training"
+        words = "epochs of the whole training"
         if options.steps is not None:
             words += "; {steps} is epochs * samples / global batch"
         yield Line("epochs", 90, f"{words}: {UNKNOWN}", asked=True)
     else:
         yield Line("epochs", epochs, "the script's own default")
     if options.seed is not None:
-        yield Line("seed", _number(options.seed, LARGEST_SEED) or 0, "of the script")
+        yield Line("seed", _number(options.seed, LARGEST_SEED) or 0, "seed that the script gets")
     if options.accumulation is not None:
-        yield Line("accumulation", _passes(options), "forward passes of a step")
+        yield Line("accumulation", _passes(options), "forward passes in a step")
     yield from _resume(options)
     if options.resume is None and not options.is_kept:
         yield Line(
@@ -175,7 +175,7 @@ def _resume(options: ScriptOptions) -> Iterator[Line]:
         comment = "appended after an interruption, if the file is there"
         yield Line("resume_arguments", resume.words(options.saved[0]), comment)
     else:
-        comment = f"the checkpoint that it saves: {UNKNOWN}"
+        comment = f"the checkpoint that the script saves: {UNKNOWN}"
         usual = resume.default if isinstance(resume.default, str) else ""
         yield Line("resume_arguments", resume.words(usual or "last.pt"), comment, asked=True)
 
