@@ -140,8 +140,8 @@ class WorkloadSpec(Spec):
     Without this key it begins anew.
     """
     accumulation: int = Field(default=1, ge=1, le=2**20)
-    """Forward passes in a step of the script, a power of two; the least number with {accumulation}
-    in `arguments`.
+    """Forward passes in a step of the script, a power of two; with {accumulation} in `arguments`
+    the least number.
     """
     counted_model: str | None = Field(default=None, max_length=200)
     """Class of the model whose steps count, if a script has several; without it the largest."""
