@@ -75,11 +75,13 @@ CASES = [
     # a framework takes the next batch of a stream at once
     Case(LIGHTNING, 1, 3, ("--stream", "--samples", "64"), is_killed=True),
     # the first worker sends the others their batches, and each evaluates by a loader of its own
-    Case(TRAINER, 2, 3, ("--stream",), is_killed=True),
+    Case(TRAINER, 2, 3, ("--stream", "--masks"), is_killed=True),
     Case(LIGHTNING, 1, 3, ("--by-hand", "--samples", "64", "--max-steps", "16")),
     Case(ACCELERATE, 2, 3, is_killed=True),
     pytest.param(Case(ACCELERATE, 2, 8, ("--accumulate", "2", "--samples", "256")), marks=pytest.mark.thorough),
     Case(ACCELERATE, 1, 3, ("--samples", "64", "--seedable")),
+    # the first worker loads several batches before it sends the others theirs
+    Case(ACCELERATE, 2, 3, ("--stream",)),
 ]
 
 

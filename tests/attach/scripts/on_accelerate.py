@@ -1,18 +1,21 @@
 """accelerate in a plain loop; kept by three lines where tula_hpc is around it.
 
-on_accelerate.py --batch-size 8 --epochs 2 [--samples 128] [--accumulate 2] [--seedable] [--width 32] [--log FOLDER]
+on_accelerate.py --batch-size 8 --epochs 2 [--samples 128] [--accumulate 2] [--seedable] [--stream] [--width 32]
+                 [--log FOLDER]
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import tula_hpc.attach as tula
 
@@ -25,6 +28,16 @@ class Noisy(TensorDataset):
         return inputs + 0.1 * torch.randn(16), targets
 
 
+class Stream(IterableDataset[Any]):
+    """Items without a known number."""
+
+    def __init__(self, items: Noisy) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from map(self.items.__getitem__, range(len(self.items)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch-size", type=int, required=True)
@@ -32,6 +45,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--seedable", action="store_true")
+    parser.add_argument("--stream", action="store_true")
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--log", type=Path, default=Path("log"))
     options = parser.parse_args()
@@ -45,6 +59,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.5)
     loader = DataLoader(data, options.batch_size, shuffle=True)
+    if options.stream:
+        loader = DataLoader(Stream(data), options.batch_size)
     set_seed(accelerator.process_index)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     tula.keep(accelerator=accelerator)

@@ -132,13 +132,16 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
     def _note(self, folder: Path) -> None:
         (self.found,) = folder.glob("checkpoint-*")
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_epoch_begin(
+        self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any
+    ) -> None:
         """End the epoch before, whose evaluation is over, and begin this one."""
         self._end_open_epoch(is_last=False)
         self.keeper.begin_epoch()
         # samplers may draw random numbers; the Trainer restores its own with the first batch
         self.keeper.begin_draws()
         batches = self.keeper.progress.batches
+        self.keeper.history.load_from(train_dataloader, args.world_size)
         # from other data sets, the batches before are skipped by their indices
         is_stream = isinstance(self.trainer.train_dataset, IterableDataset)
         self.keeper.history.load_ahead(batches if is_stream else 0, self.keeper.found)

@@ -314,6 +314,7 @@ class Keeper(SafePoints):
         self, loader: Iterable[Any], begin: Callable[[], Iterator[Any]] | None = None
     ) -> Stream:
         progress, passed = self.progress, None
+        self.history.load_from(loader, self.spec.world_size)
         if "loader" in self.found:
             set_random_state(self.found.pop("loader"), loader)
             passed = Passed(progress.batches, progress.batch_size, progress.workers)

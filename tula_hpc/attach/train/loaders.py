@@ -40,6 +40,7 @@ LOADING_AHEAD = ("accelerate", "lightning")
 COUNTERS = ("iteration", "_num_iter_calls")
 # prefix of such a count among the states of generators, which are base64
 PASSES = "passes:"
+Loading = weakref.WeakKeyDictionary[Any, tuple[int, Numbers]]
 
 
 class Passed(NamedTuple):
@@ -89,10 +90,9 @@ def set_random_state(text: str, loader: object = None) -> None:
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.array(keys, np.uint32), *rest))
     torch.set_rng_state(_tensor(state["torch"]))
-    for gpu, gpu_text in enumerate(state.get("gpus", [])):
-        # this job's node may show fewer GPUs
-        if gpu < torch.cuda.device_count():
-            torch.cuda.set_rng_state(_tensor(gpu_text), gpu)
+    # this job's node may show fewer GPUs
+    for gpu, gpu_text in enumerate(state.get("gpus", [])[: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(_tensor(gpu_text), gpu)
     if loader is not None:
         set_generator_states(loader, state["generators"])
 
@@ -186,11 +186,8 @@ class OwnBeginnings:
         `calls` of `tula.batches` came before. Until the next call, a loader's generators go on by
         themselves however often it is begun.
         """
-        key = (
-            calls,
-            *map(id, _generators(loader)),
-            *map(id, [loader] if _counters(loader) else []),
-        )
+        counting = [loader] if _counters(loader) else []
+        key = (calls, *map(id, [*_generators(loader), *counting]))
         if key in self._known:
             return
         self._known.add(key)
@@ -287,11 +284,9 @@ class Stream:
         if is_plain and is_same and length is not None and passed.batches >= length:
             return iter(())
         if indexed is not None:
-            samples = passed.samples // workers
-            return self._begin_by_index(indexed, samples)
-        batches = passed.batches
-        if not is_same and size:
-            batches = passed.samples // (size * workers)
+            return self._begin_by_index(indexed, passed.samples // workers)
+        is_counted = is_same or not size
+        batches = passed.batches if is_counted else passed.samples // (size * workers)
         stream = _begun(self.begin)
         with contextlib.suppress(StopIteration):
             for _ in range(batches):
@@ -334,12 +329,14 @@ class LoaderHistory:
         self._earlier: Counter[str] = Counter()
         # an epoch is being resumed, so far with the random numbers of its beginning
         self.is_behind = False
-        # random numbers before the last batch of each iterator was loaded
-        self._loading: weakref.WeakKeyDictionary[Any, Numbers] = weakref.WeakKeyDictionary()
+        # batches that the loader loads at once, one for each worker that it sends its batch
+        self.parts = 1
+        # batches loaded by each iterator, and random numbers before those last loaded at once
+        self._loading: Loading = weakref.WeakKeyDictionary()
         # numbers before the batch that is loaded ahead, and those when a framework began to take
         # all batches of its next step
         self._taken: tuple[Numbers | None, Numbers] | None = None
-        # the checkpoint's: batches before the one loaded ahead, numbers for it, numbers after it
+        # the checkpoint's: batches before those loaded ahead, numbers for them, numbers after them
         self._found: tuple[int, str, str] | None = None
 
     def install(self) -> None:
@@ -387,21 +384,29 @@ class LoaderHistory:
     def _begin(self, iterator: Any) -> str:
         """Note that an iterator loads a batch; return the numbers to restore after it, "": none."""
         if any(name in sys.modules for name in LOADING_AHEAD):
-            self._loading[iterator] = random_numbers()
+            loaded, before = self._loading.get(iterator, (0, None))
+            if before is None or loaded % self.parts == 0:
+                before = random_numbers()
+            self._loading[iterator] = (loaded + 1, before)
         if self._found is None:
             return ""
         left, ahead, behind = self._found
         self._found = (left - 1, ahead, behind)
-        if left:
-            return ""
-        self._found = None
-        _after_index(iterator, partial(set_random_state, ahead))
-        return behind
+        if left == 0:
+            _after_index(iterator, partial(set_random_state, ahead))
+        if left == 1 - self.parts:
+            self._found = None
+            return behind
+        return ""
 
     def begin_epoch(self) -> None:
         """Note that an epoch begins of which nothing was done before."""
         self.is_behind = False
         self.before = Counter(self.starts)
+
+    def load_from(self, loader: object, workers: int) -> None:
+        """Note the loader that comes next; accelerate's may load a batch for each worker at once."""
+        self.parts = workers if getattr(loader, "split_batches", None) is False else 1
 
     def take_batches(self, iterator: object) -> None:
         """Note that a framework takes the batches of its next step, the first loaded already."""
@@ -410,7 +415,7 @@ class LoaderHistory:
     def load_ahead(self, passed: int, found: Mapping[str, str]) -> None:
         """Have the batch after `passed` ones loaded with the checkpoint's random numbers for it."""
         if found.get("ahead") and "now" in found:
-            self._found = (passed, found["ahead"], found["now"])
+            self._found = (passed * self.parts, found["ahead"], found["now"])
 
     def begin_without_draws(self, begin: Callable[[], Any]) -> Any:
         """Begin to load, and restore the random numbers from before."""
@@ -425,7 +430,7 @@ class LoaderHistory:
         self._found = None
 
     def _before(self, iterator: object) -> Numbers | None:
-        return None if iterator is None else self._loading.get(iterator)
+        return self._loading[iterator][1] if iterator in self._loading else None
 
     def moments(self, iterator: object, loader: object) -> dict[str, str]:
         """Return what a resumed training needs, and the present random numbers, as text."""
