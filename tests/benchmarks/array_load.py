@@ -1,10 +1,10 @@
-"""Thousands of trivial profile tasks through the real scheduler: is each recorded once, and what does it ask of others?
+"""Thousands of trivial profile tasks through real Slurm: is each recorded once, and how many requests does that take?
 
     python -m tests.benchmarks.array_load WORK OUT.json [COUNT]
 
-WORK is a folder for the run directory. Needs root and Slurm; brings the test cluster up with MaxArraySize 101, so that
-2,000 tasks are 20 arrays. The tasks write a measurement that is made up. Written down: how often each was recorded, the
-submitter's peak memory, and its requests to the controller and to accounting, in all and in the busiest minute.
+WORK is a folder for the run directory. Needs root and Slurm; starts the test cluster with MaxArraySize 101, so that
+2,000 tasks are 20 arrays. The tasks write made-up measurements. OUT.json holds how often each task was recorded, the
+submitter's peak memory, and its requests to the controller and to accounting, in total and in the busiest minute.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_ARRAY_SIZE = 101
 
 
 def measures(number: int, folder: Path) -> Callable[[], None]:
-    """A task that records one configuration. An inner function: pickled by value, it imports next to nothing."""
+    """Return a task that records one configuration. As an inner function it is pickled by value: few imports."""
 
     def task() -> None:
         row = {"status": "ok", "nodes": 1, "workers_per_node": 1, "local_batch": number + 1}
@@ -42,19 +42,19 @@ def measures(number: int, folder: Path) -> Callable[[], None]:
 
 
 class Requests:
-    """Counts what is asked of Slurm, by program and minute."""
+    """Counts requests to Slurm, by program and minute."""
 
     def __init__(self) -> None:
         self.at: list[tuple[float, str]] = []
         self._ask = slurm.run_command
 
     def __call__(self, arguments: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str:
-        """Pass the command on."""
+        """Count the command, and run it."""
         self.at.append((time.time(), arguments[0]))
         return self._ask(arguments, timeout_s)
 
     def summary(self) -> dict[str, Any]:
-        """Totals by program, the mean rate and that of the busiest minute, requests per second."""
+        """Totals by program; requests per second on average and in the busiest minute."""
         times = [at for at, _ in self.at]
         minutes = Counter(int(at // 60) for at in times)
         span_s = max(times) - min(times)
@@ -66,12 +66,12 @@ class Requests:
 
 
 def run(work: Path, count: int) -> dict[str, Any]:
-    """Submit, wait, count."""
+    """Submit all tasks, wait for them, and count."""
     directory = RunDirectory(work / "run").create()
     cluster = load_cluster(ROOT / "slurm_templates" / "testcluster.toml", ["exclusive=false", "array_parallelism=8"])
     launcher = Launcher(cluster, directory, "tula-load")
     requests = Requests()
-    slurm.run_command = requests  # it counts, and passes them on
+    slurm.run_command = requests
     began = time.time()
     jobs = launcher.submit([measures(i, directory.profile) for i in range(count)], stage="profile", nodes=1, minutes=5)
     submitted = time.time()
@@ -94,7 +94,7 @@ def run(work: Path, count: int) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark; returns the exit code."""
+    """Run the benchmark and return the exit code."""
     if len(arguments) not in (2, 3):
         sys.stderr.write(f"{__doc__}\n")
         return 2

@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.big_runs tests/benchmarks/results/big_runs.json
 
-100,000 measurements of all configurations or of one alone, a million logged steps, 100,000 events, and all of these in
-one run directory (two gigabytes of disk in all, deleted afterwards). Each command is a process: seconds from its start,
-seconds of processor, and the most memory that it held.
+The runs hold 100,000 measurements of all configurations or of only one, a million logged steps, 100,000 events, and all
+of these in one run directory (two gigabytes of disk in total, deleted afterwards). Each command is its own process;
+reported are elapsed seconds, processor seconds and peak memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LIMITS = {"processor_s": 20.0, "memory_mb": 1000.0, "report_mb": 5.0}
 
 
 def measured(module: str, run: Path) -> dict[str, float]:
-    """A command as a process of its own."""
+    """Run a command as its own process, and return its time and memory."""
     command = [sys.executable, "-m", f"tula_hpc.{module}", str(run)]
     started = time.perf_counter()
     process = subprocess.Popen(
@@ -57,7 +57,7 @@ def measured(module: str, run: Path) -> dict[str, float]:
 
 
 def of_run(kind: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """All commands on one kind of run."""
+    """Measure all commands on one kind of run."""
     with tempfile.TemporaryDirectory() as folder:
         run = make_big_run(Path(folder) / "run", **kind)
         found = {module: measured(module, run.root) for module in COMMANDS}
@@ -69,14 +69,14 @@ def of_run(kind: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, write, and return 1 where a limit is broken."""
+    """Measure, write, and return 1 if a limit is exceeded."""
     (output,) = arguments
     result: dict[str, Any] = {
         "limits": LIMITS,
         "runs": {name: of_run(kind) for name, kind in RUNS.items()},
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "load_average": os.getloadavg()[0],  # of other work at the same time
+        "load_average": os.getloadavg()[0],  # shows whether other work ran at the same time
     }
     Path(output).write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))

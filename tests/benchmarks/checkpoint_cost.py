@@ -1,14 +1,14 @@
-"""What one checkpoint costs a training, written while it stands still and while it goes on, as JSON.
+"""The time that one checkpoint costs a training, written while training waits or while it continues, as JSON.
 
     python -m tests.benchmarks.checkpoint_cost FOLDER [--device cpu|cuda] [--models …] [--batch …] [--out …]
 
-FOLDER is where checkpoints go: its file system is measured with them. A round takes as many training steps three times,
-in a random order: without a checkpoint, with one that is written before the first of them (`blocking`), and with one
-that is copied before the first of them and written meanwhile (`overlapped`; if it is not on disk after the last step it
-is waited for). Model, data and momenta are one and the same. The cost is the difference to the steps without, within a
-round; its median's 90 % interval is from resampled rounds. `stall_s` is for how long the steps stood still. Then follow
-the interval that a training with that cost would choose, an interruption a day assumed, and the share of its time that
-saving takes: at that interval, and at the most seldom one.
+Checkpoints go to FOLDER, so that its file system is part of the measurement. A round takes the same number of training
+steps three times, in a random order: without a checkpoint, with one that is written before the first step (`blocking`),
+and with one that is copied before the first step and written during the steps (`overlapped`; if it is not on disk after
+the last step, the end is waited for). All three share the same model, data and momenta. The cost is the difference from
+the steps without a checkpoint in the same round; the 90 % interval of its median comes from resampled rounds. `stall_s`
+is how long the steps were held up. The result also has the checkpoint interval that a training with that cost would
+choose, with one interruption a day, and the share of its time that saving takes: at that interval, and at the longest.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MODELS = ("resnet18", "resnet50", "vgg11")
 DAY_S = 86_400.0
 WAYS = ("none", "blocking", "overlapped")
 RESAMPLES = 2000
-LONGER = 2.0  # a measured stretch of steps takes so many times as long as a write
+LONGER = 2.0  # a measured stretch of steps takes this many times as long as a write
 
 Round = dict[str, float]
 
@@ -47,11 +47,11 @@ class Bench:
     """One model in training, and its checkpoints.
 
     Args:
-        folder: Of the checkpoints.
-        model: A torchvision classifier's name.
+        folder: Where checkpoints go.
+        model: Name of a torchvision classifier.
         batch: Samples in a step.
-        image_size: Pixels.
-        device: Where it trains.
+        image_size: Pixels on one side.
+        device: Device of the training.
     """
 
     def __init__(self, folder: Path, model: str, batch: int, image_size: int, device: torch.device) -> None:
@@ -67,19 +67,19 @@ class Bench:
         self.stalls: list[float] = []
 
     def step(self) -> None:
-        """One training step; the device may still be at it."""
+        """Start one training step; the device may finish it later."""
         self.optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(nn.functional.cross_entropy(self.model(self.inputs), self.targets))
         self.optimizer.step()
 
     def now(self) -> float:
-        """The time when the device has done all."""
+        """Wait for the device, and return the time."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
     def stretch(self, way: str, steps: int) -> float:
-        """Seconds of so many steps with a checkpoint at their beginning, or none."""
+        """Return the seconds of some steps, with a checkpoint at their beginning unless `way` is "none"."""
         started = self.now()
         self.save(way)
         for _ in range(steps):
@@ -90,7 +90,7 @@ class Bench:
         return self.now() - started
 
     def save(self, way: str) -> None:
-        """Save, or begin to."""
+        """Write a checkpoint, begin to write one, or do nothing, as `way` says."""
         self.saves += 1
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         if way == "blocking":
@@ -101,17 +101,17 @@ class Bench:
             self.stalls.append(time.perf_counter() - started)
 
     def steps_for(self, seconds: float) -> int:
-        """So many take about so long."""
+        """Return the number of steps that take about that long."""
         steps = 3
         return max(steps, round(seconds / (self.stretch("none", steps) / steps)))
 
 
 def measure(bench: Bench, rounds: int) -> dict[str, Any]:
-    """One model's row."""
+    """Measure one model."""
     bench.stretch("none", 3)
     write_s = min(_seconds(lambda: bench.stretch("blocking", 0)) for _ in range(3))
     steps = bench.steps_for(LONGER * write_s)
-    for way in WAYS:  # buffers are made, files are there
+    for way in WAYS:  # warm up: create buffers and files
         bench.stretch(way, steps)
     bench.stalls.clear()
     order, generator, seen = list(WAYS), random.Random(0), list[Round]()
@@ -131,7 +131,7 @@ def _seconds(action: Callable[[], object]) -> float:
 
 
 def cost(extra_s: Sequence[float]) -> dict[str, Any]:
-    """The median and what follows from it."""
+    """Return the median cost, its interval, and the checkpoint interval and shares that follow from it."""
     generator = random.Random(1)
     medians = sorted(statistics.median(generator.choices(extra_s, k=len(extra_s))) for _ in range(RESAMPLES))
     median = statistics.median(extra_s)

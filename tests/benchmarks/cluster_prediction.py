@@ -1,29 +1,29 @@
-"""Predicted against measured on the test cluster, for three CIFAR-100 workloads; and what finding out costs, as JSON.
+"""Predicted and measured step times of three CIFAR-100 workloads on the test cluster, and profiling's cost, as JSON.
 
     python -m tests.benchmarks.cluster_prediction DATA WORK tests/benchmarks/results/cluster_prediction.json [NAME ...]
 
-DATA is CIFAR-100 as an ImageFolder tree, WORK a folder for the run directories; what is there already is used. Needs
-root, Slurm and a machine that is otherwise idle. With the word `recorded` for DATA nothing is run: the models of today
-are compared with what WORK holds. The workloads differ in computation to communication: little gradient
-(shufflenet_v2_x0_5), more (mobilenet_v3_small), much (a VGG-like network with a big head). N is 1, 2, 4.
+DATA is CIFAR-100 as an ImageFolder tree, WORK a folder for the run directories; runs that it already holds are used.
+Needs root, Slurm and a machine that is otherwise idle. If DATA is the word `recorded`, nothing is run: the present
+models are compared with the runs in WORK. The workloads have little gradient to communicate for their computation
+(shufflenet_v2_x0_5), more (mobilenet_v3_small), or much (a VGG-like network with a big head). N is 1, 2, 4.
 
-Each is profiled by full search with one job for each configuration, and by the adaptive search in packed jobs; and both
-in three rounds, each over all workloads. Neighbours on the host of a virtual machine disturb it for seconds to hours:
-the median over the rounds is taken for true.
+Each workload is profiled by full search with one job for each configuration, and by the adaptive search in packed jobs,
+both in three rounds over all workloads. Neighbours on the host of a virtual machine disturb it for seconds to hours, so
+the median over the rounds is taken as the truth.
 
-- full: fitted to the true measurements and compared with them.
-- corners: fitted to four corners of them, compared elsewhere.
-- adaptive_replayed: the adaptive search replayed over them, compared where it did not look; what it also times, of
-  smaller batches' computation, is the median over its own rounds.
-- full, single rounds: fitted to each round of the full search alone: what disturbances leave to any model.
-- adaptive: fitted to what the adaptive search measured itself in one round, disturbances and all, compared with the
-  true measurements where it did not look; one value for each round and their median.
+- full: a model fitted to the true measurements and compared with them.
+- corners: fitted to four corners of the true measurements, compared with the others.
+- adaptive_replayed: fitted to the true measurements that the adaptive search would take, compared with the others. The
+  computation of smaller batches, which it also times, is the median over its own rounds.
+- full, single rounds: fitted to each round of the full search alone; shows the error that disturbances leave any model.
+- adaptive: fitted to the adaptive search's own measurements of one round, disturbances included, compared with the
+  true measurements of other configurations; one value for each round and their median.
 - repeatability: how far single rounds are from the median.
-- cost_share: node-seconds of the adaptive search's jobs over those of the full search's, median over its rounds,
-  start-up and all.
-- regret: of the configuration chosen for each of three objectives, by the true measurements: from what the adaptive
-  search measured itself, for the knee; and from its replay for that objective.
-- memory: predicted peak against the full search's, from both.
+- cost_share: node-seconds of the adaptive search's jobs over those of the full search's jobs, start-up included; median
+  over its rounds.
+- regret: of the configuration chosen for each of three objectives, by the true measurements. The choice comes from the
+  adaptive search's own measurements for the knee, and from its replay for that objective.
+- memory: predicted peak against the full search's, fitted to either search.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def profile(name: str, search: str, run: Path, data: Path, environment: dict[str
 
 
 def read(run: Path) -> Searched:
-    """What a profile stage left."""
+    """Read a finished profile stage."""
     directory = RunDirectory(run)
     measured = directory.measurements().records
     runs = job_runs(directory.job_notes(), measured)
@@ -126,19 +126,19 @@ def read(run: Path) -> Searched:
 
 
 def pooled(rounds: Sequence[Searched]) -> Searched:
-    """All measurements of all rounds: repeats count as their median."""
+    """Join the measurements of all rounds; repeats count as their median."""
     return rounds[0]._replace(measured=[row for searched in rounds for row in searched.measured if is_usable(row)])
 
 
 def repeatability(rounds: Sequence[Searched]) -> dict[str, float]:
-    """How far the single measurements of a configuration are from their median."""
+    """Return how far the single measurements of a configuration are from their median."""
     true = pooled(rounds).times()
     off = [abs(s / true[c] - 1) for searched in rounds for c, s in searched.times().items()]
     return {"median": median(off), "largest": max(off)}
 
 
 def errors(rows: Sequence[Measurement], truth: dict[Configuration, float], form: FormName = "auto") -> dict[str, float]:
-    """Error of the model of some measurements at all configurations of `truth`, seconds."""
+    """Fit some measurements, and return relative errors at the configurations of `truth`, seconds."""
     model = fit_step_time(summarize(rows).profiles, form)
     relative = {
         c: abs(float(model.predict(c.nodes, c.local_batch, c.workers_per_node)) / s - 1) for c, s in truth.items()
@@ -147,19 +147,19 @@ def errors(rows: Sequence[Measurement], truth: dict[Configuration, float], form:
 
 
 def elsewhere(rows: Sequence[Measurement], truth: dict[Configuration, float]) -> dict[Configuration, float]:
-    """The part of the truth that these measurements did not see."""
+    """Return the part of the truth whose configurations are not in these measurements."""
     seen = {row.configuration for row in rows}
     return {configuration: s for configuration, s in truth.items() if configuration not in seen}
 
 
 def at_corners(searched: Searched) -> list[Measurement]:
-    """What a partial search would have measured."""
+    """Return the measurements that a partial search would have taken."""
     wanted = corners(searched.times())
     return [row for row in searched.measured if row.configuration in wanted]
 
 
 def replayed(searched: Searched) -> list[Measurement]:
-    """What the adaptive search would have measured, all rounds of it."""
+    """Return the measurements, of all rounds, that the adaptive search would have taken."""
     decision = DecisionModel(searched.sweep.objective.kind, searched.sweep, searched.cluster)
     search = AdaptiveSearch(sorted(searched.times()), decision)
     rows: list[Measurement] = []
@@ -170,7 +170,7 @@ def replayed(searched: Searched) -> list[Measurement]:
 
 
 def with_smaller_computes(full: Searched, adaptive_rounds: Sequence[Searched]) -> Searched:
-    """The full search's measurements, each with what the adaptive ones timed beside it of smaller batches."""
+    """Add to the full search's measurements the computation of smaller batches that the adaptive ones timed."""
     timed = {p.configuration: p.smaller_computes for p in summarize(pooled(adaptive_rounds).measured).profiles}
     rows = [
         row.model_copy(update={"smaller_computes": timed.get(row.configuration) or row.smaller_computes})
@@ -180,10 +180,10 @@ def with_smaller_computes(full: Searched, adaptive_rounds: Sequence[Searched]) -
 
 
 def regrets(full: Searched, rounds: Sequence[Searched]) -> dict[str, dict[str, Any]]:
-    """True objective of what is chosen from an adaptive search, over the least one, less 1.
+    """Return the true objective of an adaptive search's choice over the least true objective, minus 1.
 
-    As the plan's, of a whole training: steps as measured, and evaluation, checkpoints and start as the full search has
-    them.
+    The objective is that of a whole training: measured steps, with evaluation, checkpoints and start as the plan of the
+    full search predicts them.
     """
     whole = _trainings(full)
     memory = {p.configuration: p.memory.reserved_bytes for p in summarize(full.measured).profiles}
@@ -213,7 +213,7 @@ def regrets(full: Searched, rounds: Sequence[Searched]) -> dict[str, dict[str, A
 
 
 def _trainings(full: Searched) -> dict[Configuration, float]:
-    """Seconds of a whole training at each configuration, its steps as measured."""
+    """Return the seconds of a whole training at each configuration, with measured steps."""
     epochs = measured_epochs(full.measured, full.measured[0].dataset_samples)
     plan = make_plan(full.sweep, full.cluster, full.measured)
     beside = {c.configuration: c.wall_time_s - c.train_time_s for c in plan.candidates}
@@ -234,7 +234,7 @@ def _chosen(searched: Searched) -> Configuration:
 
 
 def memory_error(fitted: Searched, truth: Searched) -> float:
-    """Median relative error of the predicted peak, fitted to one search, against the other's."""
+    """Return the median relative error of the peak memory fitted to one search against the other search's."""
     model = fit_models(summarize(fitted.measured)).memory
     profiles = summarize(truth.measured).profiles
     relative = [
@@ -245,7 +245,7 @@ def memory_error(fitted: Searched, truth: Searched) -> float:
 
 
 def compare(full_rounds: Sequence[Searched], adaptive_rounds: Sequence[Searched]) -> dict[str, Any]:
-    """All numbers of one workload."""
+    """Return all numbers of one workload."""
     full = pooled(full_rounds)
     truth = full.times()
     played = replayed(with_smaller_computes(full, adaptive_rounds))
@@ -273,7 +273,7 @@ def compare(full_rounds: Sequence[Searched], adaptive_rounds: Sequence[Searched]
 
 
 def of_rounds(rounds: Sequence[Searched], truth: dict[Configuration, float], form: FormName = "auto") -> dict[str, Any]:
-    """Errors of each round's own model where that round did not look; a full search looked everywhere."""
+    """Return errors of each round's own model where that round did not measure; everywhere for a full search."""
     found = [errors(a.measured, elsewhere(a.measured, truth) or truth, form)["median"] for a in rounds]
     return {"median": median(found), "rounds": found}
 
@@ -282,7 +282,7 @@ Rounds = dict[tuple[str, str], list[Searched]]  # by workload and search
 
 
 def all_profiled(data: Path, work: Path, names: Sequence[str]) -> Rounds:
-    """Each workload by each search, in rounds."""
+    """Profile each workload by each search, in rounds."""
     work.mkdir(parents=True, exist_ok=True)
     found: Rounds = {}
     with MiniCluster() as cluster:
@@ -294,7 +294,7 @@ def all_profiled(data: Path, work: Path, names: Sequence[str]) -> Rounds:
 
 
 def all_recorded(work: Path, names: Sequence[str]) -> Rounds:
-    """The same from what is there."""
+    """Read all searches that WORK holds."""
     return {
         (name, search): [read(run) for run in sorted(work.glob(f"{name}-{search}*"))]
         for name, search in itertools.product(names, SEARCHES)

@@ -1,6 +1,6 @@
 """The largest eigenvalues of the loss's Hessian, by power iteration on Hessian-vector products.
 
-With the gradient g(w) as a graph of its own, H·v = ∂(gᵀv)/∂w is one more backward pass (B. Pearlmutter, "Fast exact
+If the gradient g(w) keeps its graph, H·v = ∂(gᵀv)/∂w is one more backward pass (B. Pearlmutter, "Fast exact
 multiplication by the Hessian", 1994); the matrix itself is never formed. Power iteration repeats v ← H·v / ‖H·v‖ from a
 random start and converges to the eigenvector whose eigenvalue is largest in magnitude. For a unit vector v and the
 Rayleigh quotient λ = vᵀHv, some eigenvalue of H lies within ‖H·v − λ·v‖ of λ: this residual comes with every value.
@@ -32,24 +32,24 @@ class Eigenvalue(NamedTuple):
     """An eigenvalue of the Hessian; NaN where a product was not finite."""
 
     value: float
-    residual: float  # ‖H·v − λ·v‖: an eigenvalue lies within so much of the value
-    iterations: int  # Hessian-vector products
+    residual: float  # ‖H·v − λ·v‖: an eigenvalue lies at most this far from the value
+    iterations: int  # number of Hessian-vector products
 
 
 class Curvature(NamedTuple):
-    """Of the loss on one batch at the current weights."""
+    """Curvature of the loss on one batch at the current weights."""
 
     dominant: Eigenvalue  # largest in magnitude
     largest: Eigenvalue  # algebraically largest: the dominant one, unless that is negative
     gradient_norm: float  # ‖g‖ on the same batch
-    direction: Tensor  # (n,), unit vector of the dominant eigenvalue: where a later measurement may start
+    direction: Tensor  # (n,), unit eigenvector of the dominant eigenvalue; a later measurement may start from it
 
 
 class LocalHessian:
     """Hessian-vector products of this worker's mean loss, from one graph: forward and first backward pass run once.
 
-    As with `reference_gradient`, whose words on model, loss and batch apply, training does not notice: `.grad`, buffers
-    and random numbers stay as they are, and the model is used in the mode (train or eval) that it is in. The graph
+    As with `reference_gradient`, whose conditions on model, loss and batch apply, training is not affected: `.grad`,
+    buffers and random numbers stay as they are, and the model is used in its present mode (train or eval). The graph
     holds about three times the activations of a training step, for as long as this object lives.
 
     Args:
@@ -57,7 +57,7 @@ class LocalHessian:
         loss: Called as `loss(output, targets)`; a mean over the batch, twice differentiable.
         inputs: This worker's part of the batch; all parts have the same size.
         targets: This worker's targets.
-        parameters: Those that the Hessian is taken over; frozen ones are left out. At least one is not frozen.
+        parameters: Parameters that the Hessian is over; frozen ones are left out. At least one is not frozen.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class LocalHessian:
 
     @property
     def gradients(self) -> list[Tensor | None]:
-        """This worker's gradient for each parameter, or None where the loss does not depend on it."""
+        """This worker's gradient for each parameter; None if the loss does not depend on the parameter."""
         return [None if gradient is None else gradient.detach() for gradient in self._gradients]
 
     def product(self, vector: Tensor) -> Sequence[Tensor | None]:
-        """This worker's own H·v for each parameter; None stands for zero.
+        """Return this worker's own H·v for each parameter; None means zero.
 
         Args:
             vector: v, (n,) for n elements of all parameters that are not frozen.
@@ -91,12 +91,12 @@ class LocalHessian:
         if not pairs:  # the loss is linear in every parameter
             return [None] * len(self.parameters)
         gradients, vectors = zip(*pairs, strict=True)
-        with sdpa_kernel(SDPBackend.MATH):  # checkpointed activations are computed again, as they were at first
+        with sdpa_kernel(SDPBackend.MATH):  # checkpointed activations are recomputed with the kernels of the first pass
             return torch.autograd.grad(gradients, self.parameters, vectors, retain_graph=True, allow_unused=True)
 
 
 def start_vector(parameters: Sequence[Tensor], seed: int = 0) -> Tensor:
-    """A random direction, (n,), the same on every worker and kind of device."""
+    """Return a random direction, (n,), the same on every worker and kind of device."""
     generator = torch.Generator().manual_seed(seed)
     vector = torch.randn(sum(p.numel() for p in parameters), generator=generator, dtype=torch.float64)
     device, dtype = flat_kind(parameters)
@@ -111,17 +111,17 @@ def measure_curvature(
     max_iterations: int = MAX_ITERATIONS,
     group: dist.ProcessGroup | None = None,
 ) -> Curvature:
-    """Eigenvalues of the Hessian and norm of the gradient of the mean loss over all workers. Collective.
+    """Measure the Hessian's eigenvalues and the gradient's norm for the mean loss over all workers. Collective.
 
     Args:
         hessian: This worker's products.
         start: (n,), not zero, the same on all workers; None: a random vector from a fixed seed.
-        tolerance: End where the residual is at most this share of the eigenvalue's magnitude.
-        max_iterations: End at the latest after so many products, for each of the two eigenvalues.
+        tolerance: Stop when the residual is at most this share of the eigenvalue's magnitude.
+        max_iterations: Most products for each of the two eigenvalues.
         group: Process group of the average; the default group if None. Without torch.distributed nothing is exchanged.
 
     Returns:
-        The same numbers on every worker. Whether the iteration converged, the residuals say.
+        The same numbers on every worker. The residuals show whether the iteration converged.
     """
     parameters = hessian.parameters
 
@@ -150,15 +150,16 @@ def power_iteration(
     max_iterations: int = MAX_ITERATIONS,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Eigenvalue, Tensor]:
-    """The eigenvalue largest in magnitude of a symmetric operator, and its unit vector.
+    """Return the eigenvalue of a symmetric operator that is largest in magnitude, and its unit eigenvector.
 
-    Two eigenvalues of opposite sign and nearly the same magnitude keep it from converging; the residual shows it.
+    If two eigenvalues have opposite signs and nearly the same magnitude, the iteration does not converge; the residual
+    shows it.
 
     Args:
-        product: v to H·v, both (n,); the same on all workers.
-        start: (n,), not zero; not orthogonal to the eigenvector sought, which a random vector is not.
-        tolerance: End where the residual is at most this share of the eigenvalue's magnitude.
-        max_iterations: End at the latest after so many products.
+        product: Maps v to H·v, both (n,); the same on all workers.
+        start: (n,), not zero and not orthogonal to the wanted eigenvector; a random vector will do.
+        tolerance: Stop when the residual is at most this share of the eigenvalue's magnitude.
+        max_iterations: Most products.
         group: Workers that must take the same number of steps.
     """
     vector = start / _norm(start)
@@ -179,9 +180,9 @@ def _norm(vector: Tensor) -> Tensor:
 
 
 def _numbers(vector: Tensor, image: Tensor, group: dist.ProcessGroup | None) -> list[float]:
-    """vᵀHv, ‖Hv − (vᵀHv)·v‖ and ‖Hv‖, which all workers agree on.
+    """Return vᵀHv, ‖Hv − (vᵀHv)·v‖ and ‖Hv‖, on which all workers agree.
 
-    Processors of different kinds may round differently. Who then ended sooner would leave the others waiting.
+    Different processors may round differently. A worker that therefore stopped earlier would leave the others waiting.
     """
     value = torch.sum(vector * image, dtype=torch.float64)
     rest = image - value.to(image.dtype) * vector

@@ -2,12 +2,12 @@
 
     python -m tests.benchmarks.curvature_follows [--data FOLDER] [--out tests/benchmarks/results/curvature_follows.json]
 
-A small network (`compact_cnn`, 16 pixels, with BatchNorm) learns 20 classes of CIFAR-100, or the digits without it, by
-SGD with momentum at two batch sizes and three seeds; the rate falls to a tenth at 60 % of the training. Measured at
-evenly spaced steps are: the largest eigenvalue of the Hessian and the norm of the gradient on fixed samples; and over
-all steps since the point before: the median of Δ(G) and of the norm of the batch's gradient. Reported are
-Spearman's rank correlations over the points of each training, and of the changes from point to point, since the paper
-speaks of abrupt changes.
+A small network (`compact_cnn`, 16 pixels, with BatchNorm) learns 20 classes of CIFAR-100, or the digits if CIFAR-100 is
+not there, by SGD with momentum at two batch sizes and three seeds; the learning rate falls to a tenth at 60 % of the
+training. Evenly spaced points of a training record the largest eigenvalue of the Hessian and the norm of the gradient,
+both on fixed samples, and the medians of Δ(G) and of the norm of the batch's gradient over all steps since the previous
+point. The result has Spearman's rank correlations over the points of each training, and of the changes from point to
+point, since the paper speaks of abrupt changes.
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ class Images(NamedTuple):
 
 
 class Point(NamedTuple):
-    """What was measured at one point of a training, and over the steps since the point before."""
+    """Values at one point of a training, and over the steps since the previous point."""
 
     step: int
     lr: float
     eigenvalue: float
     residual: float
     fixed_norm: float  # of the gradient on the fixed samples
-    batch_norm: float  # median over the steps, of the batch's gradient
+    batch_norm: float  # norm of the batch's gradient, median over the steps
     variability: float  # median of Δ(G) over the steps
     loss: float  # mean over the steps
 
 
 def load_images(folder: Path) -> Images:
-    """CIFAR-100 from its tar files or from the tree that they unpack to; without either the digits."""
+    """Load CIFAR-100 from its tar files or their unpacked tree; the digits if there is neither."""
     if not folder.is_dir():
         return _digits()
     found: dict[str, list[NDArray[np.uint8]]] = {}
@@ -88,7 +88,7 @@ def load_images(folder: Path) -> Images:
 
 
 def _files(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Class and content of the training images, class by class."""
+    """Yield class and content of the training images, class by class."""
     for archive in sorted(folder.glob("train-*.tar")):
         with tarfile.open(archive) as tar:
             for member in tar:
@@ -119,7 +119,7 @@ def _prepared(inputs: Tensor) -> Tensor:
 
 
 def train(images: Images, batch: int, seed: int) -> list[Point]:
-    """One training with its points."""
+    """Train once, and return the points."""
     torch.manual_seed(seed)
     model = compact_cnn(images.classes, PIXELS)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM, weight_decay=DECAY)
@@ -153,7 +153,7 @@ def train(images: Images, batch: int, seed: int) -> list[Point]:
 
 
 def _order(samples: int, batch: int, steps: int) -> Iterator[Tensor]:
-    """Indices of so many batches, in a new random order each epoch."""
+    """Yield the sample indices of `steps` batches, in a new random order each epoch."""
     taken = 0
     while True:
         for index in torch.split(torch.randperm(samples), batch):
@@ -178,7 +178,7 @@ FIRST_ORDER = ("variability", "batch_norm", "fixed_norm")
 
 
 def correlations(points: Sequence[Point]) -> dict[str, float]:
-    """Rank correlations of first-order quantities with the eigenvalue: of their values, and of their changes."""
+    """Return the rank correlations of first-order quantities with the eigenvalue: of values, and of changes."""
     eigenvalues = [point.eigenvalue for point in points]
     found = {}
     for name in FIRST_ORDER:
@@ -191,18 +191,18 @@ def correlations(points: Sequence[Point]) -> dict[str, float]:
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's; pairs with a NaN are left out."""
+    """Return Spearman's rank correlation; pairs with a NaN are left out."""
     return float(spearmanr(first, second, nan_policy="omit").statistic)
 
 
 def _changes(values: Sequence[float]) -> list[float]:
-    """Of the logarithm, from point to point; NaN where a value is not positive."""
+    """Return the changes of the logarithm from point to point; NaN where a value is not positive."""
     logs = [math.log(value) if value > 0 else math.nan for value in values]
     return [after - before for before, after in pairwise(logs)]
 
 
 def verdict(ranks: Sequence[float]) -> str:
-    """What the correlations of all trainings say together."""
+    """Say in words what the correlations of all trainings show together."""
     known = [rank for rank in ranks if math.isfinite(rank)]
     middle = statistics.median(known)
     one_sign = min(known) > 0 or max(known) < 0
@@ -212,7 +212,7 @@ def verdict(ranks: Sequence[float]) -> str:
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Over all trainings, and by batch."""
+    """Summarize the correlations over all trainings, and by batch."""
     result: dict[str, Any] = {}
     for name in runs[0]["rank_correlation"]:
         ranks = [run["rank_correlation"][name] for run in runs]
@@ -228,7 +228,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--out", type=Path, default=OUT)

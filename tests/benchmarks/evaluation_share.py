@@ -1,13 +1,13 @@
-"""What the plan says of an evaluation before any training, over what evaluations of a training take, by model, as JSON.
+"""Evaluation time that the plan predicts before any training against the time that evaluations take, as JSON.
 
     python -m tests.benchmarks.evaluation_share tests/benchmarks/results/evaluation_share_cpu.json
 
-Each configuration is profiled as a profile job does it, then trained for some epochs with an evaluation of the test
-samples after each, through the loader, by one worker on one thread. Times are of the processor, so that other work
-matters little; for that the worker loads its samples itself (`loader_workers = 0`). The rounds of a configuration are
-whole: profile, training, and what the plan says; medians over them. `share` is the forward pass's of forward and
-backward. `timed` is what the plan says over what an evaluation took, less 1; `assumed` the same where profiles have no
-forward pass. `cost` is the share of a profile that timing forward passes takes, for the shortest profile there can be.
+Each configuration is profiled as in a profile job, then trained for some epochs with an evaluation of the test samples
+after each, through the loader, by one worker on one thread. Times are processor times, so that other work matters
+little; for that reason the worker loads its samples itself (`loader_workers = 0`). A round is a profile, a training and
+a prediction; the numbers are medians over the rounds. `share` is the forward pass's share of forward and backward.
+`timed` is the predicted over the actual evaluation time, minus 1; `assumed` is the same if profiles had timed no
+forward pass. `cost` is the share of a profile that timing forward passes takes, for the shortest possible profile.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Row = dict[str, float]
 
 
 def sweep_of(model: str, batch: int) -> SweepSpec:
-    """One step an epoch, that most of the time goes into evaluation."""
+    """Return a sweep with one step per epoch, so that most of the time is evaluation."""
     workload = {"model": model, "dataset": "synthetic", "samples": batch, "epochs": EPOCHS, "loader_workers": 0}
     search = {"warmup_steps": 2, "min_steps": 5, "max_steps": 5}
     tables: dict[str, Any] = {"workload": workload, "search": search, "training": {"method": "lbt"}}
@@ -59,12 +59,12 @@ def sweep_of(model: str, batch: int) -> SweepSpec:
 
 
 def round_of(model: str, batch: int) -> Row:
-    """One profile and one training."""
+    """Run one profile and one training, and compare them."""
     sweep, configuration = sweep_of(model, batch), Configuration(1, 1, batch)
     started = time.process_time()
     profile = measure(sweep, ClusterSpec(), configuration, ALONE)
     profile_s = time.process_time() - started
-    assert profile.times is not None  # it is of status ok
+    assert profile.times is not None  # its status is "ok"
     times = profile.times
     forward_s, evaluation_s = times.forward_time_s or 0.0, evaluation_time_s(sweep, configuration)
     former = profile.model_copy(update={"times": times.model_copy(update={"forward_time_s": None})})
@@ -81,14 +81,14 @@ def round_of(model: str, batch: int) -> Row:
 
 
 def predicted_s(profile: Measurement, sweep: SweepSpec) -> float:
-    """Seconds of an evaluation by one worker, as the plan has it."""
+    """Return the seconds that the plan predicts for an evaluation by one worker."""
     summary = summarize([profile])
     found = evaluation_of(summary.profiles, sweep.workload, summary.dataset_samples, summary.test_samples)
     return float(found.seconds(np.array([1.0]), np.array([float(profile.local_batch)]))[0])
 
 
 def evaluation_time_s(sweep: SweepSpec, configuration: Configuration) -> float:
-    """Median over a training's evaluations, as it records them."""
+    """Train, and return the median seconds of the recorded evaluations."""
     with TemporaryDirectory() as folder, patch("tula_hpc.training.loop.join_job", lambda: ALONE):
         run = RunDirectory(Path(folder)).create()
         run.train().root.mkdir()
@@ -97,7 +97,7 @@ def evaluation_time_s(sweep: SweepSpec, configuration: Configuration) -> float:
 
 
 def found_of(model: str, batch: int) -> Row:
-    """Medians over the rounds."""
+    """Return medians over the rounds."""
     rounds = [round_of(model, batch) for _ in range(ROUNDS)]
     found = {name: median(row[name] for row in rounds) for name in rounds[0]}
     print(f"{model}, b={batch}: {found}", file=sys.stderr)
@@ -105,7 +105,7 @@ def found_of(model: str, batch: int) -> Row:
 
 
 def spread(rows: list[Row], name: str) -> Row:
-    """Median and ends over the configurations."""
+    """Return median, least and largest value over the configurations."""
     values = [row[name] for row in rows]
     return {"median": median(values), "least": min(values), "most": max(values)}
 

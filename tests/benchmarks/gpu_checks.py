@@ -1,16 +1,16 @@
-"""What only a GPU can show, checked on one of them; each check in a process of its own, and all of them in any case.
+"""Checks that need a real GPU. Each runs in its own process, and all run even if one fails.
 
     python -m tests.benchmarks.gpu_checks [--device cpu|cuda] [--only NAME …] [--out …]
 
 `groups`: process groups over NCCL made and destroyed ten times, with a training step through LocalNorms' hook in each.
-`pair`: two workers over gloo on one GPU: DistributedDataParallel, LocalNorms, a checkpoint copied while training goes
-on; losses and weights as on the CPU. `sanitizer`: both again under TORCH_CUDA_SANITIZER. `synchronizations`: how often
-a training step waits for the device, for every method. `profile`: a profile's step time against steps that run freely.
-`overflows`: a profile in fp16 whose first steps overflow. `out_of_memory`: one whose batch does not fit. `tight`:
-training in the memory that is estimated.
+`pair`: two workers over gloo on one GPU with DistributedDataParallel, LocalNorms, and a checkpoint copied while
+training continues; losses and weights as on the CPU. `sanitizer`: both again under TORCH_CUDA_SANITIZER.
+`synchronizations`: how often a training step waits for the device, for every method. `profile`: a profile's step time
+against steps that run without waiting. `overflows`: a profile in fp16 whose first steps overflow. `out_of_memory`: a
+profile whose batch does not fit. `tight`: training in no more than the estimated memory.
 
-With `--device cpu` the same code runs without a GPU: over gloo, with host memory that runs out; what has no meaning
-there is skipped. It exits with 1 where any check failed.
+With `--device cpu` the same code runs without a GPU, over gloo and with host memory that runs out; checks that have no
+meaning there are skipped. The exit code is 1 if any check failed.
 """
 
 from __future__ import annotations
@@ -56,29 +56,29 @@ from tula_hpc.records import Configuration, Measurement, read_records, with_rank
 from tula_hpc.workloads.footprint import estimate_footprint
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = {"cpu": 600.0, "cuda": 180.0}  # of a check, which on an H100 takes at most a fifth of that
+TIMEOUT_S = {"cpu": 600.0, "cuda": 180.0}  # for one check, which on an H100 takes at most a fifth of this
 COMPACT = "tula_hpc.workloads.small_cnns:compact_cnn"
 IMAGES = "tests.benchmarks.gpu_checks:images"
 STEEP = "tests.benchmarks.gpu_checks:steep_loss"
 GROUPS, STEPS = 10, 12
 MIB = 1024**2
-ALLOWED_BYTES = 768 * MIB  # while memory is to run out
-TOO_LARGE = 4096  # samples of 64 × 64 pixels, whose first activations alone are more than that
-PROFILE_ERROR = 0.10  # of the step time that a plan starts from
+ALLOWED_BYTES = 768 * MIB  # memory limit in the check that has to exceed it
+TOO_LARGE = 4096  # batch of images of 64 × 64 pixels, whose first activations alone exceed that limit
+PROFILE_ERROR = 0.10  # largest relative difference between a profile's step time and that of free steps
 FREE_STEPS, FREE_RUNS = 100, 6
-PAIR_ERROR = 1e-2  # norm of a difference over that of what the CPU computed; rounding grows from step to step
+PAIR_ERROR = 1e-2  # norm of the difference from the CPU over the CPU's norm; rounding grows from step to step
 
-# device synchronizations of one step that are meant, by method and precision; all others: none
+# intended device synchronizations of one step, by method and precision; other forms have none
 MEANT = {
-    # GradScaler looks whether any gradient overflowed before the optimizer may step
+    # GradScaler checks whether any gradient overflowed before the optimizer may step
     "fp16": 1,
-    # besides, the loss scale is read for the reference pass of a step that takes one
+    # a step with a reference pass also reads the loss scale
     "fp16 with a reference pass": 2,
 }
 
 
 def images(spec: WorkloadSpec) -> tuple[TensorDataset, TensorDataset, int]:
-    """As many as are asked for, which share the memory of one."""
+    """Return a data set whose training images all share the memory of one image."""
     size = spec.image_size or 32
     one = torch.linspace(-1, 1, 3 * size * size).view(1, 3, size, size)
     count = 4 * TOO_LARGE
@@ -87,12 +87,12 @@ def images(spec: WorkloadSpec) -> tuple[TensorDataset, TensorDataset, int]:
 
 
 def steep_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Gradients that float16 cannot hold at the loss scale with which a training begins."""
+    """Return losses whose gradients exceed float16 at the initial loss scale."""
     return 1e3 * nn.functional.cross_entropy(outputs, targets, reduction="none")
 
 
 def sweep(method: str, *, workload: dict[str, Any] | None = None, **training: Any) -> SweepSpec:
-    """A small network on real images."""
+    """Return a sweep of a small network on real images."""
     given = {"model": COMPACT, "dataset": "digits", "loader_workers": 0, "lr": 0.01}
     return SweepSpec.model_validate(
         {"name": "x", "workload": given | (workload or {}), "training": {"method": method, **training}}
@@ -100,7 +100,7 @@ def sweep(method: str, *, workload: dict[str, Any] | None = None, **training: An
 
 
 def place(rank: int, world_size: int) -> WorkerEnvironment:
-    """Each worker is the first of its node, so that all of them use the first GPU."""
+    """Return a worker's place as the first on its own node, so that all workers use the first GPU."""
     return WorkerEnvironment(rank, world_size, 0, rank, "1", 0, ("here",), on_slurm=False)
 
 
@@ -108,17 +108,17 @@ def place(rank: int, world_size: int) -> WorkerEnvironment:
 
 
 class OneWorkersNorms(LocalNorms):
-    """LocalNorms refuses a single worker, and NCCL allows no more on one GPU."""
+    """LocalNorms for a single worker, which it refuses otherwise: NCCL allows only one worker on a GPU."""
 
     def attach(self, ddp: DistributedDataParallel) -> LocalNorms:
-        """Register the hook all the same."""
+        """Register the hook without checking the number of workers."""
         self._ddp = ddp
         ddp.register_comm_hook(self, lambda state, bucket: state._reduce(bucket))
         return self
 
 
 def check_groups(device: torch.device) -> dict[str, Any]:
-    """Ten groups, one after another, and no synchronization in a step through the hook."""
+    """Make ten groups, one after another; no step through the hook may synchronize."""
     seconds, waits = [], Counter[str]()
     for number in range(GROUPS):
         started = time.perf_counter()
@@ -141,7 +141,7 @@ def _step_through_hook(device: torch.device, seed: int) -> Counter[str]:
     inputs, targets = torch.randn(8, 3, 4, 4, device=device), torch.arange(8, device=device)
     for step in range(3):
         optimizer.zero_grad(set_to_none=True)
-        # DDP regroups its buckets after the first pass, and new places are copied to the device
+        # only the last step counts: DDP regroups its buckets after the first pass, and copies to the device then
         with counted(device if step == 2 else torch.device("cpu")) as waits:
             torch.autograd.backward(nn.functional.cross_entropy(ddp(inputs), targets))
             own, whole = norms.squares()[0], norms.averaged()
@@ -153,7 +153,7 @@ def _step_through_hook(device: torch.device, seed: int) -> Counter[str]:
 
 
 def check_pair(device: torch.device) -> dict[str, Any]:
-    """Two workers on the device, held against the same on the CPU."""
+    """Train two workers on the device, and compare them with two on the CPU."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         kinds = {kind: folder / kind for kind in dict.fromkeys(["cpu", device.type])}
@@ -172,18 +172,18 @@ def check_pair(device: torch.device) -> dict[str, Any]:
 
 
 def work_in_pair(rank: int, kind: str, folder: Path) -> None:
-    """One of the two workers."""
+    """Run one of the two workers."""
     torch.backends.cudnn.allow_tf32 = False
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = FileStore(str(folder / "store"), 2)
-    # gloo takes tensors on a GPU, and two workers on one
+    # gloo accepts tensors on a GPU, and two workers on the same GPU
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     torch.save(_trained_in_pair(rank, kind, folder), folder / f"{rank}.pt")
     leave_group()
 
 
 def _trained_in_pair(rank: int, kind: str, folder: Path) -> dict[str, Tensor]:
-    """What a worker saw, in a function of its own: its model goes before the group does."""
+    """Train one worker; in its own function, so that the model is freed before the group is left."""
     spec = sweep("ags", small_batch=8, workload={"augment": False})
     worker = Worker(spec, ClusterSpec.model_validate({"device": kind}), Configuration(2, 1, 16), place(rank, 2))
     assert isinstance(worker.norms, LocalNorms)
@@ -215,7 +215,7 @@ def _flat(tensors: list[Any]) -> Tensor:
 
 
 def check_sanitizer(device: torch.device) -> dict[str, Any]:
-    """Streams of both checks above, watched by torch's CUDA sanitizer; it raises where they race."""
+    """Repeat both checks above under torch's CUDA sanitizer, which raises if streams race."""
     if device.type == "cpu":
         return {"skipped": "there are no streams"}
     for name in ("groups", "pair"):
@@ -229,7 +229,7 @@ def check_sanitizer(device: torch.device) -> dict[str, Any]:
 
 @contextmanager
 def counted(device: torch.device) -> Iterator[Counter[str]]:
-    """Counts, by line, operations that make the host wait for a GPU."""
+    """Count by line of code the operations that make the host wait for a GPU."""
     waits = Counter[str]()
     if device.type == "cpu":
         yield waits
@@ -262,7 +262,7 @@ FORMS: dict[str, SweepSpec] = {
 
 
 def check_synchronizations(device: torch.device) -> dict[str, Any]:
-    """Of every method, the most that any of some steps has, once those that come first are over."""
+    """Count the synchronizations of every method, in the worst of some steps after the first ones."""
     found = {name: _waits(spec, device) for name, spec in FORMS.items()}
     worse = {name: lines for name, lines in found.items() if sum(lines.values()) > MEANT.get(name, 0)}
     assert not worse, f"steps wait for the device: {worse}"
@@ -282,7 +282,7 @@ def _waits(spec: SweepSpec, device: torch.device) -> Counter[str]:
 
 
 def check_overflows(device: torch.device) -> dict[str, Any]:
-    """A profile whose first steps are skipped, for a loss scale that is too large; all of it is measured."""
+    """Profile with a loss scale that is too large at first, so that steps are skipped; everything is still measured."""
     if device.type == "cpu":
         return {"skipped": "there is no fp16"}
     workload = {"precision": "fp16", "loss": STEEP, "lr": 1e-6}
@@ -300,27 +300,27 @@ def check_overflows(device: torch.device) -> dict[str, Any]:
 
 
 def check_profile(device: torch.device) -> dict[str, Any]:
-    """A profile's step time over that of steps which nobody waits for, of a short and a long step."""
+    """Compare a profile's step time with steps that never wait for the device, for a short and a long step."""
     batches = (64, 1024) if device.type == "cuda" else (16, 64)
     rows = {str(batch): _profiled(device, batch) for batch in batches}
     wrong = {batch: row for batch, row in rows.items() if abs(row["ratio"] - 1) > PROFILE_ERROR}
-    # on a machine that others use, neither says anything about the other
+    # on CPU other work disturbs either time too much for a comparison
     assert not wrong or device.type == "cpu", f"a profile's step time and a free one's: {wrong}"
     return rows
 
 
 def _profiled(device: torch.device, batch: int) -> dict[str, Any]:
-    # as in a job: else Python searches all objects of the libraries for garbage now and then
+    # as in a job; otherwise Python's garbage collection would search all objects of the libraries again and again
     gc.collect()
     gc.freeze()
-    # no reference pass falls among the steps: a profile times it apart
+    # no step may include a reference pass, since a profile times it separately
     spec = sweep("ags", workload={"augment": False}, update_interval_epochs=1e6)
     cluster = ClusterSpec.model_validate({"device": device.type})
     found = measure(spec, cluster, Configuration(1, 1, batch), place(0, 1))
     assert found.times is not None
     worker = Worker(spec, cluster, Configuration(1, 1, batch), place(0, 1))
     batches = worker.batches()
-    # the first is to warm up
+    # the first run warms up
     free = [_free_run(worker, batches) for _ in range(FREE_RUNS)][1:]
     return {"profile_s": found.times.step_time_s, "free_s": free, "ratio": found.times.step_time_s / median(free)}
 
@@ -338,7 +338,7 @@ def _free_run(worker: Worker, batches: Iterator[Any]) -> float:
 
 
 def check_out_of_memory(device: torch.device) -> dict[str, Any]:
-    """A profile job that runs out of memory records that and ends; the process then measures what fits."""
+    """A profile job that runs out of memory records that and ends; then the process can still measure what fits."""
     spec = sweep("lbt", workload={"dataset": IMAGES, "image_size": 64, "augment": False})
     cluster = ClusterSpec.model_validate({"device": device.type})
     with tempfile.TemporaryDirectory() as name:
@@ -357,7 +357,7 @@ def check_out_of_memory(device: torch.device) -> dict[str, Any]:
 
 @contextmanager
 def allowed(size_bytes: int, device: torch.device) -> Iterator[None]:
-    """Hold this process to so much memory on the device beyond what it has."""
+    """Limit this process's memory on the device: in all on CUDA, beyond its present size on CPU."""
     if device.type == "cuda":
         _, total = torch.cuda.mem_get_info(device)
         torch.cuda.set_per_process_memory_fraction(size_bytes / total, device)
@@ -381,7 +381,7 @@ def _ending(call: Callable[[], object]) -> str:
 
 
 def check_tight(device: torch.device) -> dict[str, Any]:
-    """Some steps of three networks in no more memory than the estimate before any profile says."""
+    """Train three networks for some steps in no more memory than is estimated before any profile."""
     if device.type == "cpu":
         return {"skipped": "the estimate there is of the whole process"}
     fits = {}
@@ -422,14 +422,14 @@ CHECKS: dict[str, Callable[[torch.device], dict[str, Any]]] = {
 
 
 def start(name: str, device: torch.device, **environment: str) -> dict[str, Any]:
-    """One check in a process of its own; what it found, or the end of what it said."""
+    """Run one check in its own process; return its result, or the end of its error output."""
     command = [sys.executable, "-m", "tests.benchmarks.gpu_checks", "--device", device.type, "--one", name]
     started = time.perf_counter()
     try:
         done = subprocess.run(
             command,
             cwd=ROOT,
-            # threads would wait for each other where there are few processors
+            # with few processors, threads would wait for each other
             env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
             capture_output=True,
             text=True,
@@ -446,7 +446,7 @@ def start(name: str, device: torch.device, **environment: str) -> dict[str, Any]
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """Of the machine."""
+    """Return the device and the versions."""
     if device.type == "cpu":
         return {"device": "cpu", "versions": describe_versions()}
     major, minor = torch.cuda.get_device_capability()
@@ -454,7 +454,7 @@ def facts(device: torch.device) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run one check (--one, in its own process), or all."""
+    """Run one check (`--one`, in its own process), or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--only", nargs="+", choices=list(CHECKS), default=list(CHECKS))

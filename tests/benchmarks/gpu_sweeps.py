@@ -3,15 +3,15 @@
     python -m tests.benchmarks.gpu_sweeps WORK [--device cpu|cuda] [--only NAME …] [--out …]
 
 WORK is a folder for run directories. The built-in loop trains images in three precisions and a language model; scripts
-on plain torch (mixed precision, `tula.keep`), Trainer, Lightning and accelerate follow. Of each:
+on plain torch (mixed precision, `tula.keep`), Trainer, Lightning and accelerate follow. For each sweep:
 
-- promised_s, its 90 % interval, taken_s: of the whole training, and what the steps alone were promised and took;
-- measured: how many configurations, and how many whose steps, memory and noise are known;
-- step_error: of the step time of a batch that the model was not fitted to, predicted over measured, less 1: each but
-  the smallest and the largest, from the others.
+- promised_s, its 90 % interval, taken_s: predicted and actual seconds of the whole training, and of its steps alone;
+- measured: number of configurations, and of those whose steps, memory and noise are known;
+- step_error: step time predicted over measured, minus 1, for each batch except the smallest and the largest; the
+  model is fitted to the other batches.
 
-`stopped` trains twice, once undisturbed and once stopped by USR2 and resumed: loss and scores at the end must be equal
-bit for bit, of the built-in loop and of the script. It exits with 1 where a command failed or results differ.
+`stopped` trains twice, once undisturbed and once stopped by USR2 and resumed: final loss and scores must be equal bit
+for bit, for the built-in loop and for the script. The exit code is 1 if a command failed or results differ.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ CASES = {
 
 
 def cluster_tables(device: str) -> dict[str, Any]:
-    """This machine, with its one GPU."""
+    """Return a cluster file's tables for this machine with its one GPU."""
     tables: dict[str, Any] = {"name": "here", "executor": "local", "device": device}
     tables["cpus_per_worker"] = max(1, (os.cpu_count() or 2) // 2)
     tables["pricing"] = {"basis": "node-hour", "usd_per_node_hour": 3.0}
@@ -110,7 +110,7 @@ def cluster_tables(device: str) -> dict[str, Any]:
 
 
 def swept(name: str, work: Path, device: str) -> dict[str, Any]:
-    """One sweep by the command, and what its run directory tells."""
+    """Run one sweep by the command, and read its run directory."""
     case, stem = CASES[name], name.replace(" ", "_").replace(".", "_")
     smallest, largest = case.batches
     workload = case.workload
@@ -132,7 +132,7 @@ def swept(name: str, work: Path, device: str) -> dict[str, Any]:
     files = [work / f"{stem}.{kind}.toml" for kind in ("sweep", "cluster")]
     for file, content in zip(files, (tables, cluster_tables(device)), strict=True):
         file.write_text(tomli_w.dumps(content))
-    # or what an earlier version has measured would be kept
+    # otherwise measurements of an earlier version would be used
     shutil.rmtree(work / stem, ignore_errors=True)
     command = [sys.executable, "-m", "tula_hpc.sweep", str(files[0]), "--cluster", str(files[1])]
     command += ["--run-dir", str(work / stem)]
@@ -146,7 +146,7 @@ def swept(name: str, work: Path, device: str) -> dict[str, Any]:
 
 
 def told(run: RunDirectory) -> dict[str, Any]:
-    """What a finished sweep promised, measured and took."""
+    """Return what a finished sweep predicted, measured and took."""
     contents = read_run(run)
     plan = run.read_plan()
     bill = bill_of(plan, contents.events, contents.trainings[0])
@@ -177,7 +177,7 @@ def told(run: RunDirectory) -> dict[str, Any]:
 
 
 def left_out(measured: list[Measurement]) -> dict[int, float]:
-    """Error of each batch's step time, but the smallest's and the largest's, by a model of the others."""
+    """Return the error of the step time at each inner batch, predicted by a model of the other batches."""
     rows = sorted(measured, key=lambda each: each.configuration.global_batch)
     errors = {}
     for one in rows[1:-1]:
@@ -191,7 +191,7 @@ def left_out(measured: list[Measurement]) -> dict[int, float]:
 
 
 def stopped(work: Path, device: str) -> dict[str, Any]:
-    """A training undisturbed and the same stopped and resumed, of the loop and of the script."""
+    """Train undisturbed, and stopped and resumed, by the loop and by the script; compare the ends."""
     script = {**CASES["mixed_precision.py"].workload, "epochs": 4}
     script["arguments"] = [*script["arguments"], "--repeatable"]
     loop = {"model": "tests.benchmarks.gpu_sweeps:repeatable", "dataset": "synthetic", "epochs": 4, "lr": 0.05}
@@ -207,7 +207,7 @@ def stopped(work: Path, device: str) -> dict[str, Any]:
 
 
 def repeatable(classes: int, image_size: int) -> torch.nn.Module:
-    """A small network whose operators on a GPU give the same bits each time."""
+    """Return a small network whose operators give the same bits each time on a GPU."""
     from tula_hpc.workloads.small_cnns import compact_cnn
 
     torch.use_deterministic_algorithms(True)
@@ -232,7 +232,7 @@ def _trained(spec: SweepSpec, root: Path, device: str, is_cut: bool) -> tuple[An
 
 
 def _stop(run: RunDirectory, shell: int) -> None:
-    """Send USR2 to the worker once it is so far."""
+    """Send USR2 to the worker once it has reached step `STOP_AT`."""
     deadline = time.monotonic() + PATIENCE_S
     while not (steps := read_metrics(run.train().metrics_file).steps) or steps[-1].step < STOP_AT:
         assert time.monotonic() < deadline, "training did not get that far"
@@ -246,7 +246,7 @@ def _children(process: int) -> list[int]:
 
 
 def main() -> None:
-    """Run all of them, or some."""
+    """Run all sweeps, or those that are named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")

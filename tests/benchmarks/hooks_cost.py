@@ -1,15 +1,15 @@
-"""What it costs a script to be watched in training: steps with the hooks and without, in turn, as JSON.
+"""The time that watching a script's training costs: steps with the hooks and without, in turn, as JSON.
 
     python -m tests.benchmarks.hooks_cost [--out tests/benchmarks/results/hooks_cost.json]
 
 One process with one thread trains a compact network by a plain loop over torch's DataLoader. Blocks of ten steps come
-in pairs, one with all hooks of `attach` in place and told to a `ScriptTraining` that writes its usual line, one with
-torch as it was, in changing order. Where single steps take turns, the hooks' code has left the processor's caches by
-the next one, as in no training.
+in pairs, in changing order: one with all hooks of `attach`, reporting to a `ScriptTraining` that writes its usual line,
+and one with unchanged torch. Single steps do not take turns, because the hooks' code would leave the processor's caches
+in between, unlike in any training.
 
-- ratio: quartiles of the ratios of a pair's blocks; the limit of 1 % is about their median.
-- cost_s: median of what a watched step takes more.
-- batches: the smaller the batch, the more a step feels the hooks.
+- ratio: quartiles of the ratios of a pair's blocks; the limit of 1 % is on their median.
+- cost_s: median of the additional time of a watched step.
+- batches: the smaller the batch, the larger the hooks' share of a step.
 - ags: two workers with one thread each scale gradients by AGS. The ratio is that of a plain loop with the hooks over a
   loop that does what the built-in one does: `TulaOptimizer` with its communication hook, a line of metrics.jsonl every
   ten steps, and an agreement of the workers on stops.
@@ -53,13 +53,13 @@ from tula_hpc.training.metrics_writer import MetricsWriter, StepWindow
 from tula_hpc.workloads.small_cnns import compact_cnn
 
 RESULT = Path(__file__).parent / "results" / "hooks_cost.json"
-# local batch, and pairs of blocks
+# pairs of blocks by local batch
 CASES = {8: 600, 64: 30}
 BLOCK = LOG_STEPS = 10
 WARM_UP = 5
 SAMPLES, EDGE, CLASSES = 4096, 32, 10
 LIMIT = 0.01
-# of the case with AGS
+# the case with AGS
 WORKERS, AGS_BATCH, AGS_PAIRS = 2, 16, 200
 AGS: dict[str, Any] = {
     "name": "hooks",
@@ -69,7 +69,7 @@ AGS: dict[str, Any] = {
 
 
 class Watch:
-    """A script's training whose hooks can be taken off and put on again."""
+    """A script's training whose hooks can be removed and installed again."""
 
     def __init__(self, folder: Path, batch: int, rank: int = 0, workers: int = 1, **settings: Any) -> None:
         run = RunDirectory(folder / f"run-{batch}-{rank}").create()
@@ -91,12 +91,12 @@ class Watch:
         self.hooks = [dict(table) for table in self.tables]
 
     def has_found(self, model: nn.Module) -> None:
-        """Take the model's hook in, which comes with the first step."""
+        """Include the model's hook, which is installed by the first step."""
         self.tables += [model._forward_pre_hooks]
         self.hooks += [dict(model._forward_pre_hooks)]
 
     def put(self, *, on: bool) -> None:
-        """Put all hooks on, or take them off."""
+        """Install all hooks, or remove them."""
         dataloader._BaseDataLoaderIter.__next__ = self.watched if on else self.plain  # type: ignore[method-assign]
         for table, hooks in zip(self.tables, self.hooks, strict=True):
             table.clear()
@@ -115,7 +115,7 @@ def step(
     before: Callable[[], None] | None = None,
     after: Callable[[Tensor], None] | None = None,
 ) -> float:
-    """Seconds of a step of a plain loop, with `before` and, given the loss, `after` around the optimizer's step."""
+    """Take one step of a plain loop and return its seconds; `before` and `after` run around the optimizer's step."""
     started = time.perf_counter()
     inputs, targets = next(batches)
     optimizer.zero_grad()
@@ -130,7 +130,7 @@ def step(
 
 
 def compare(folder: Path, batch: int, pairs: int) -> dict[str, Any]:
-    """Figures of steps without hooks and with them."""
+    """Compare steps without hooks and with them."""
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(SAMPLES, 3, EDGE, EDGE), torch.randint(CLASSES, (SAMPLES,)))
     model = compact_cnn(CLASSES, EDGE)
@@ -146,13 +146,13 @@ def compare(folder: Path, batch: int, pairs: int) -> dict[str, Any]:
             watch.put(on=on)
             times[int(on), pair] = fmean(step(batches, model, optimizer) for _ in range(BLOCK))
     watch.put(on=False)
-    # all of them were seen, and none of the others
+    # the hooks saw all watched steps, and none of the others
     assert watch.training.steps == WARM_UP + BLOCK * pairs
     return compared(times)
 
 
 def compared(times: np.ndarray) -> dict[str, Any]:
-    """Figures of blocks' seconds a step, (2, pairs): without what costs, and with it."""
+    """Summarize seconds per step of blocks, (2, pairs): first the baseline, then the way whose cost is measured."""
     quartiles = np.quantile(times[1] / times[0], (0.25, 0.5, 0.75))
     return {
         "step_time_s": float(np.median(times[0])),
@@ -163,7 +163,7 @@ def compared(times: np.ndarray) -> dict[str, Any]:
 
 
 class Scaled:
-    """A model that two workers train by AGS in a loop, as `ddp.worker.Worker` and `training.loop` do."""
+    """A model that two workers train by AGS in a loop like that of `ddp.worker.Worker` and `training.loop`."""
 
     def __init__(self, sweep: SweepSpec, model: nn.Module, metrics: Path | None) -> None:
         configuration = Configuration(1, WORKERS, AGS_BATCH)
@@ -194,7 +194,7 @@ class Scaled:
 
 
 def scale(rank: int, folder: Path) -> None:
-    """Write seconds of a step of blocks in turn, (2, pairs): AGS in the loop, and by the hooks."""
+    """Write seconds per step of blocks in turn, (2, pairs): AGS in the loop, and by the hooks."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORKERS)
     torch.manual_seed(rank)
@@ -214,7 +214,7 @@ def scale(rank: int, folder: Path) -> None:
         return fmean(step(*loop) for _ in range(BLOCK))
 
     watch.has_found(model)
-    # the first pair is to warm up
+    # the first pair warms up
     times = np.zeros((2, AGS_PAIRS + 1))
     for pair in range(AGS_PAIRS + 1):
         for hooked in (False, True) if pair % 2 else (True, False):
@@ -235,7 +235,7 @@ def main() -> None:
     out = parser.parse_args().out
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        # first, as its workers are forked
+        # comes first, as its workers are forked
         start_workers(WORKERS, scale, Path(folder))
         scaled = compared(np.mean([np.load(Path(folder) / f"{rank}.npy") for rank in range(WORKERS)], axis=0))
         found = {batch: compare(Path(folder), batch, pairs) for batch, pairs in CASES.items()}

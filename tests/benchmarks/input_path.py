@@ -1,17 +1,17 @@
-"""What it costs on a CPU that images travel as bytes: loader's images a second and step time, paired, as JSON.
+"""The cost, on a CPU, of loading images as bytes: the loader's images per second and step time, paired, as JSON.
 
     python -m tests.benchmarks.input_path [--rounds 10] [--out tests/benchmarks/results/input_path_cpu.json]
 
-Three ways that end in the same bits, one after another in a random order in each round:
+Three ways that give the same bits are timed one after another, in a random order in each round:
 
-- `floats`: each image is made floats as it is read, and a batch is put together of floats (up to version 7fd15a4),
-- `loader`: a batch is put together of bytes and made floats by the process that loads (what a CPU does),
-- `trainer`: bytes reach the process that trains, which makes floats of them (what a GPU does by itself).
+- `floats`: each image becomes floats when it is read, and batches are made of floats (up to version 7fd15a4),
+- `loader`: batches are made of bytes and become floats in the process that loads (the way on a CPU),
+- `trainer`: bytes reach the process that trains, where they become floats (the way on a GPU, which does it itself).
 
 Small images are arrays of CIFAR's size, augmented; large ones are JPEG files of 320 × 256 pixels that are made for this
-run and cropped to 224. A loader first gives what it holds ready, untimed. `time_ratio` is the time of a way over that
-of `floats` in the same round, `cpu_ratio` likewise the processors' time of this process and the loader's, which a
-busy machine disturbs less: their medians, and the middle half of the rounds.
+run and cropped to 224. Batches that a loader holds ready are taken first, untimed. `time_ratio` is the time of a way
+over that of `floats` in the same round; `cpu_ratio` is the same for the processor time of this process and the
+loader's, which a busy machine disturbs less. Given are the medians, and the middle half of the rounds.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from tula_hpc.data.loader import KeyedItems, make_train_loader
 from tula_hpc.workloads.small_cnns import compact_cnn
 
 WAYS = ("floats", "loader", "trainer")
-READY = 3  # more batches than one loader process works ahead
+READY = 3  # untimed batches, more than one loader process prepares ahead
 TIMED = 8
 
 
 class Keyed(Dataset[Any]):
-    """Small images that are not known to be images, as bytes, or as floats already."""
+    """Small images as a plain data set, not as an image data set; as bytes, or already as floats."""
 
     def __init__(self, images: PixelDataset, *, floats: bool) -> None:
         self.images, self.floats = images, floats
@@ -60,7 +60,7 @@ class Keyed(Dataset[Any]):
         return len(self.images)
 
     def keyed_items(self, indices: Indices, keys: Keys) -> list[tuple[Tensor, int]]:
-        """As `PixelDataset` has it."""
+        """Return the items as `PixelDataset` does."""
         if not self.floats:
             return self.images.keyed_items(indices, keys)
         assert self.images.jitter is not None
@@ -72,7 +72,7 @@ class Keyed(Dataset[Any]):
 
 
 class Single(Dataset[Any]):
-    """Likewise large images, one by one."""
+    """Large images as a plain data set, one by one; as bytes, or already as floats."""
 
     def __init__(self, images: DecodedOnRead, *, floats: bool) -> None:
         scaling = images.preprocessing.scaling
@@ -88,7 +88,7 @@ class Single(Dataset[Any]):
 
 
 def small_images() -> PixelDataset:
-    """As many as a tenth of CIFAR-10's."""
+    """Return a tenth as many images as CIFAR-10 has."""
     images = np.random.default_rng(0).integers(0, 256, (5000, 3, 32, 32), np.uint8)
     positions = np.arange(len(images))
     scaling = CIFAR["cifar10"].scaling
@@ -97,7 +97,7 @@ def small_images() -> PixelDataset:
 
 
 def large_images(folder: Path) -> DecodedOnRead:
-    """JPEG files with something in them to decode."""
+    """Write JPEG files that take some work to decode."""
     random_numbers = np.random.default_rng(0)
     for place in range(200):
         target = folder / f"{place % 10}" / f"{place}.jpg"
@@ -110,13 +110,13 @@ def large_images(folder: Path) -> DecodedOnRead:
 
 
 class Case:
-    """One kind of images on each of the ways.
+    """One kind of images, loaded in each of the ways.
 
     Args:
         images: The data set.
-        batch: Samples of a step.
+        batch: Samples in a step.
         loader_workers: Processes that load.
-        train: Whether a small network is trained on them; else they are only loaded.
+        train: Whether to train a small network on the images, or only to load them.
     """
 
     def __init__(self, images: ImageDataset, batch: int, loader_workers: int, *, train: bool) -> None:
@@ -139,12 +139,12 @@ class Case:
         return inputs
 
     def same_bits(self) -> bool:
-        """Whether the ways agree."""
+        """Return whether all ways give the same batch."""
         expected, *others = (self._step(way) for way in WAYS)
         return all(torch.equal(expected, other) for other in others)
 
     def seconds(self, way: str) -> tuple[float, float]:
-        """Of one batch: by the clock, and by the processors."""
+        """Return the elapsed seconds and the processor seconds of one batch."""
         for _ in range(READY):
             self._step(way)
         started, processors_s = time.perf_counter(), processor_seconds()
@@ -154,14 +154,14 @@ class Case:
 
 
 def processor_seconds() -> float:
-    """Of this process and those that load for it, all of their threads."""
+    """Return the processor seconds of this process and its loader processes, over all threads."""
     processes = ["self", *(str(process.pid) for process in multiprocessing.active_children())]
     tasks = [task for process in processes for task in Path(f"/proc/{process}/task").iterdir()]
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 def measure(case: Case, rounds: int) -> dict[str, Any]:
-    """Time the ways in turns."""
+    """Time the ways in turn."""
     assert case.same_bits()
     seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     for _ in range(rounds):

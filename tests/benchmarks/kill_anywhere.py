@@ -1,14 +1,14 @@
-"""A sweep whose command, or whose controller jobs, are killed again and again at random moments: what becomes of it?
+"""Sweeps whose command or controller jobs are killed again and again at random moments: do they still end the same?
 
     python -m tests.benchmarks.kill_anywhere WORK OUT.json [KILLS]
 
-WORK is a folder for run directories. Needs root and Slurm; brings the test cluster up. Quick sweeps (eight
-configurations as two arrays, whose tasks write a measurement that is made up; then a real, small training) are started,
-SIGKILLed at a random moment, alone or with what they have started (sbatch), and started again until they are through;
-two at a time, KILLS (25) times in all. Of two more, detached, one controller job is killed as a whole, and twice one's
-process is killed, or the job requeued.
-Every sweep must come to what one that nobody disturbed came to: each configuration measured once, one job for each
-submission, the same training. The moments are drawn from `SEED` and written down.
+WORK is a folder for run directories. Needs root and Slurm; starts the test cluster. Quick sweeps (eight configurations
+as two arrays, whose tasks write made-up measurements; then a real, small training) are started, killed by SIGKILL at a
+random moment, alone or with their child processes (sbatch), and started again until they finish; two at a time, KILLS
+(25) times in total. Two more sweeps are detached: for each, one controller job is killed as a whole, and twice either
+the process of a controller job is killed or the job is requeued.
+Every sweep must give the same result as an undisturbed one: each configuration measured once, one job for each
+submission, the same training. The moments are drawn from `SEED` and written to OUT.json.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from tula_hpc.sweep import main as sweep_command
 ROOT = Path(__file__).resolve().parents[2]
 SEED = 5
 KILLS = 25
-KILLS_OF_A_SWEEP = 4  # then it is left alone
-CONTROLLER_KILLS = 3  # of each detached sweep
-LATEST_S = (2.5, 5.0, 25.0)  # after the command's start
-SUBMISSION_S = 0.5  # after a submission began: its folder, its pickles, sbatch, its events
-CONTROLLER_S = 8.0  # a controller job lives about so long
+KILLS_OF_A_SWEEP = 4  # then the sweep is left alone
+CONTROLLER_KILLS = 3  # for each detached sweep
+LATEST_S = (2.5, 5.0, 25.0)  # latest moments of a kill after the command's start, one of them drawn for each kill
+SUBMISSION_S = 0.5  # or after a submission began: time for its folder, its pickles, sbatch, its events
+CONTROLLER_S = 8.0  # about how long a controller job lives
 PATIENCE_S = 400.0
 CONFIGURATIONS = 8
 SWEEP = """
@@ -75,7 +75,7 @@ STARTER = "import sys; from tests.benchmarks.kill_anywhere import command; sys.e
 
 
 def records(job: ProfileJob) -> Callable[[], None]:
-    """A task that writes down its configuration. An inner function: pickled by value, it imports next to nothing."""
+    """Return a task that records its configuration. As an inner function it is pickled by value: few imports."""
     (configuration,) = job.configurations
     made_up = measurement(configuration, memory=planning_data.memory(configuration.local_batch))
     line, output = made_up.model_dump_json() + "\n", job.output
@@ -89,14 +89,14 @@ def records(job: ProfileJob) -> Callable[[], None]:
 
 
 def command(arguments: Sequence[str]) -> int:
-    """`python -m tula_hpc.sweep` with such tasks; returns the exit code."""
+    """Run `python -m tula_hpc.sweep` with such tasks, and return the exit code."""
     make = profile_stage._job
     profile_stage._job = lambda *described: records(make(*described))  # type: ignore[assignment] # a task too
     return sweep_command(arguments)
 
 
 class Case:
-    """One sweep, in a run directory of its own."""
+    """One sweep in its own run directory."""
 
     def __init__(self, folder: Path, cluster: MiniCluster) -> None:
         folder.mkdir(parents=True)
@@ -106,7 +106,7 @@ class Case:
         self.kills: list[dict[str, Any]] = []
 
     def start(self, *options: str) -> subprocess.Popen[bytes]:
-        """Start the command, in a session of its own."""
+        """Start the command in its own session, so that its children can be killed with it."""
         template = str(ROOT / "slurm_templates" / "testcluster.toml")
         words = [str(self.folder / "sweep.toml"), "--run-dir", str(self.run.root), "--cluster", template, *options]
         words += [word for setting in SETTINGS for word in ("--set", f"cluster.{setting}")]
@@ -115,7 +115,7 @@ class Case:
             return subprocess.Popen(call, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
 
     def stands_at(self) -> str:
-        """The last thing that is on disk; for people."""
+        """Describe the last progress on disk, for people."""
         if not self.run.sweep_file.exists():
             return "nothing is there"
         events = self.run.events()
@@ -128,11 +128,11 @@ class Case:
         return "planned" if self.run.plan_file.exists() and last.startswith("profile") else last
 
     def submissions(self) -> Counter[str]:
-        """By stage: tasks of arrays one by one."""
+        """Count the submitted jobs by stage; each task of an array counts."""
         return Counter(event.stage for event in self.run.events() if event.event == "submitted")
 
     def faults(self, undisturbed: Case) -> list[str]:
-        """What is not as it has to be, in words."""
+        """Describe everything that differs from what has to be there."""
         rows = self.run.measurements().records
         measured = Counter(row.configuration for row in rows)
         submitted = self.submissions()
@@ -148,7 +148,7 @@ class Case:
         ]
 
     def _wrong_names(self) -> list[str]:
-        """Each submission's name has to be one job's or array's, each refused one's nobody's."""
+        """Describe submissions whose name is not exactly one job's or array's, or any job's if they were refused."""
         wrong = []
         for file, expected in ((NOTICE, 1), (REFUSED, 0)):
             for path in self.run.slurm.glob(f"*/{file}"):
@@ -161,7 +161,7 @@ class Case:
         return wrong
 
     def training(self) -> tuple[object, ...]:
-        """What it came to, and every step's samples, loss and rate."""
+        """Return the result, and every step's samples, loss and learning rate."""
         result = self.run.train().read_result()
         steps = read_metrics(self.run.train().metrics_file).steps
         numbers = () if result is None else (result.nodes, result.local_batch, result.steps, result.final_loss)
@@ -169,7 +169,7 @@ class Case:
 
 
 def foreground(case: Case, moments: random.Random, kills: int) -> None:
-    """Start the command, kill it so often, and let it end."""
+    """Start the command, kill it `kills` times, and let it end."""
     deadline = time.monotonic() + PATIENCE_S
     while len(case.kills) < kills:
         process = case.start()
@@ -188,7 +188,7 @@ def foreground(case: Case, moments: random.Random, kills: int) -> None:
 
 
 def _await_moment(case: Case, process: subprocess.Popen[bytes], moments: random.Random) -> dict[str, Any]:
-    """A random one after the start, or, every other time, after a submission began; or the command's end."""
+    """Wait for a random moment after the start or the beginning of a submission, or for the command's end."""
     after_s, near_s = moments.uniform(0.0, moments.choice(LATEST_S)), moments.uniform(0.0, SUBMISSION_S)
     since = moments.choice(("start", "submission"))
     if since == "submission":
@@ -201,7 +201,7 @@ def _await_moment(case: Case, process: subprocess.Popen[bytes], moments: random.
 
 
 def detached(case: Case, moments: random.Random) -> None:
-    """Detach, and kill or requeue controller jobs at random moments of their lives, each at most once."""
+    """Detach, and kill or requeue controller jobs at random moments of their lives."""
     code, deadline = case.start("--detach").wait(), time.monotonic() + PATIENCE_S
     assert code == 0, case.log.read_text()
     struck: Counter[str] = Counter()
@@ -234,7 +234,7 @@ def _strike(case: Case, job_id: str, how: str, moments: random.Random) -> None:
 
 
 def run(work: Path, cluster: MiniCluster, kills: int) -> dict[str, Any]:
-    """All sweeps; returns what was done and what was seen."""
+    """Run all sweeps, and return what was done and what was seen."""
     began = time.time()
     undisturbed = Case(work / "undisturbed", cluster)
     foreground(undisturbed, random.Random(SEED), 0)
@@ -242,7 +242,7 @@ def run(work: Path, cluster: MiniCluster, kills: int) -> dict[str, Any]:
     cases = [undisturbed]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda task: task(), _tasks(work, cluster, kills, cases)))
-    # controllers that were requeued once too often find nothing to do, and end
+    # controllers that were requeued after the sweep's end find nothing to do, and end
     cluster.wait_for(lambda: not cluster.run("squeue", "-h", "-o", "%i").split(), 120, "the end of all jobs")
     every_kill = [kill for case in cases for kill in case.kills]
     faults = {case.name: case.faults(undisturbed) for case in cases}
@@ -261,7 +261,7 @@ def run(work: Path, cluster: MiniCluster, kills: int) -> dict[str, Any]:
 
 
 def _tasks(work: Path, cluster: MiniCluster, kills: int, cases: list[Case]) -> Iterator[Callable[[], None]]:
-    """Sweeps of both kinds; each has random numbers of its own, so that its moments do not depend on the others."""
+    """Yield both kinds of sweeps; each has its own random numbers, so that its moments do not depend on the others."""
     for number, done in enumerate(range(0, kills, KILLS_OF_A_SWEEP)):
         cases.append(Case(work / f"killed-{number}", cluster))
         own = min(KILLS_OF_A_SWEEP, kills - done)
@@ -272,7 +272,7 @@ def _tasks(work: Path, cluster: MiniCluster, kills: int, cases: list[Case]) -> I
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark; returns the exit code."""
+    """Run the benchmark and return the exit code."""
     if len(arguments) not in (2, 3):
         sys.stderr.write(f"{__doc__}\n")
         return 2

@@ -2,13 +2,13 @@
 
     python -m tests.benchmarks.knee_range tests/benchmarks/results/knee_range.json
 
-The tables are those of `search_replay`: T4, K80 and RTX 2080 Ti, 20 of them. Each is planned for every power of two as
-`search.max_batch`, from all of its rows, for the law of doublings ("knee") and for Kneedle ("kneedle").
+The 20 tables are those of `search_replay`: T4, K80 and RTX 2080 Ti. Each is planned with every power of two as
+`search.max_batch`, from all of its rows, by the law of doublings ("knee") and by Kneedle ("kneedle").
 
-- moved_from_twice, moved_from_four_times: share of pairs of ranges, the shorter one at least so many times its choice,
-  in which the longer one chose otherwise; `octaves` is the largest move.
-- coverage: share of the tables in which the knee by all rows lies inside the 90 % interval by the rows that the
-  adaptive search took; `interval_octaves` is the median width of that interval.
+- moved_from_twice, moved_from_four_times: among pairs of ranges whose shorter range reaches at least two or four times
+  the batch chosen in it, the share in which the longer range chose another batch; `octaves` is the largest move.
+- coverage: share of the tables in which the knee found from all rows lies inside the 90 % interval found from the rows
+  that the adaptive search took; `interval_octaves` is the median width of that interval.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def planned(table: Table, rows: list[Measurement], kind: str, largest: int) -> P
 
 
 def ranges(table: Table, rows: list[Measurement], kind: str) -> list[tuple[int, int]]:
-    """Largest batch and chosen batch of each range, ascending."""
+    """Return the largest batch and the chosen batch of each range, ascending."""
     batches = [c.global_batch for c in table.configurations]
     least, most = max(2 * min(batches), 64), max(batches)
     ends = [2**k for k in range(math.ceil(math.log2(least)), math.floor(math.log2(most)) + 1)]
@@ -57,13 +57,13 @@ def ranges(table: Table, rows: list[Measurement], kind: str) -> list[tuple[int, 
 
 
 def moves(found: list[tuple[int, int]], times: int) -> list[float]:
-    """Octaves by which a longer range moves the choice, for each pair whose shorter one is so many times its choice."""
+    """Return by how many octaves a longer range moves the choice, if the shorter reaches `times` its own choice."""
     pairs = [(short, long) for short, long in itertools.combinations(found, 2) if short[0] >= times * short[1]]
     return [abs(math.log2(long[1] / short[1])) for short, long in pairs]
 
 
 def searched(table: Table, rows: dict[Configuration, Measurement], kind: str) -> list[Measurement]:
-    """What the adaptive search takes of a table."""
+    """Return the rows of a table that the adaptive search takes."""
     search = AdaptiveSearch(list(rows), DecisionModel(kind), MAX_PROFILES)
     taken: list[Measurement] = []
     while proposed := search.propose(taken):
@@ -72,7 +72,7 @@ def searched(table: Table, rows: dict[Configuration, Measurement], kind: str) ->
 
 
 def of_kind(kind: str) -> dict[str, Any]:
-    """Numbers of one law over all tables."""
+    """Return the numbers of one law over all tables."""
     found: dict[str, list[tuple[int, int]]] = {}
     inside, widths = [], []
     for table in tables():

@@ -2,19 +2,19 @@
 
     python -m tests.benchmarks.loader_bound WORK tests/benchmarks/results/loader_bound.json [CELL ...]
 
-The model takes 40 ms a step and the items of the data set take their time, all by sleeping: a busy processor matters
-little. Each cell is a sweep of one configuration in a folder of WORK: profile, plan, training of some hundred steps.
-`need` is how many steps' time the loader needs for a batch, `cv` how uneven its items are, `processes` how many load. A
-cell is named as `2.0-0.5-8`; without a name all are run. What WORK holds already is used: to run a cell again, delete
-its folder.
+The model takes 40 ms for a step, and the items of the data set take a set time, all by sleeping, so that a busy
+processor matters little. Each cell is a sweep of one configuration in a folder of WORK: profile, plan, training of some
+hundred steps. `need` is the loader's time for a batch in units of a step, `cv` the variation of its items' times,
+`processes` the number of loader processes. A cell has a name like `2.0-0.5-8`; without names all cells are run. Cells
+that WORK already holds are used: to run a cell again, delete its folder.
 
-The recorded cells ran one after another on a machine that was otherwise idle, 16 minutes in all.
+The recorded cells ran one after another on a machine that was otherwise idle, in 16 minutes.
 
-- predicted_ms: a step by the plan, of which wait_ms is waiting for data.
-- training_ms: what a step of the training took, the mean over its epochs but the first, which begins with a start.
-- ratio: predicted over taken; `worst` is the largest |ratio − 1| of all cells.
-- told: what the plan says of the loader.
-- profile_steps, profile_s: how long the profile's whole steps took.
+- predicted_ms: the plan's step time, of which wait_ms is waiting for data.
+- training_ms: the training's step time, the mean over all epochs except the first, which includes a start.
+- ratio: predicted over actual; `worst` is the largest |ratio − 1| of all cells.
+- told: the plan's warnings about the loader.
+- profile_steps, profile_s: number of the profile's whole steps, and their time.
 - load: processes that wanted a processor of this machine after the cell, by its one-minute load average.
 """
 
@@ -56,7 +56,7 @@ method = "lbt"
 
 
 def run_cell(folder: Path, need: float, cv: float, processes: int) -> dict[str, Any]:
-    """Run one sweep if it has not been, and say what it predicted and took."""
+    """Run one sweep unless it has finished, and return what it predicted and took."""
     run = RunDirectory(folder / "run")
     if not run.train().result_file.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ def run_cell(folder: Path, need: float, cv: float, processes: int) -> dict[str, 
 
 
 def main(work: Path, output: Path, names: list[str]) -> None:
-    """Run the cells, and write what they gave."""
+    """Run the cells, and write the results."""
     cells = {f"{need}-{cv}-{processes}": (need, cv, processes) for need, cv, processes in CELLS}
     found = {}
     for name in names or cells:

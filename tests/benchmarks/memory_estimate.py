@@ -1,12 +1,12 @@
-"""Predicted against measured memory, each training in a process of its own, as JSON.
+"""Predicted and measured memory, with each training in its own process, as JSON.
 
     python -m tests.benchmarks.memory_estimate [--device cpu|cuda] [--out tests/benchmarks/results/NAME.json]
 
 The estimate before any profile is compared with the peak of real training steps: on CPU the resident set of the process
-that trains, at two local batches each; on CUDA what the allocator reserved. `tuned` models are those on which the two
-constants for CPUs (`HEAP_HOLES`, `LIBRARIES_BYTES`) were chosen; `held_out` ones were not looked at before. On CUDA the
-four models of the paper are measured at four local batches each, and the fitted memory model is compared as well: at
-the points that it was fitted to, and at each point when it is fitted to the others. Images are random, in ten classes.
+that trains, at two local batches each; on CUDA the memory that the allocator reserved. The two constants for CPUs
+(`HEAP_HOLES`, `LIBRARIES_BYTES`) were chosen on the `tuned` models; the `held_out` models played no part in that. On
+CUDA the four models of the paper are measured at four local batches each, and the fitted memory model is compared, too:
+at the points it was fitted to, and at each point when fitted to the others. Images are random, in ten classes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tula_hpc.records import Footprint, MemoryUse
 from tula_hpc.stages.batches_that_fit import estimate
 
 RESULTS = Path(__file__).parent / "results"
-STEPS = 3  # measured, after two to warm up
+STEPS = 3  # measured steps, after two that warm up
 
 
 class Case(NamedTuple):
@@ -63,14 +63,14 @@ CASES = {
 
 
 def sweep_tables(case: Case) -> dict[str, Any]:
-    """A sweep on random images whose candidates are the case's batches."""
+    """Return a sweep on random images whose candidates are the case's batches."""
     facts = {"model": case.model, "image_size": case.image_size, "dataset": "synthetic", "loader_workers": 0}
     search = {"cluster_sizes": [1], "min_batch": min(case.batches), "max_batch": max(case.batches)}
     return {"name": "memory", "workload": facts, "search": search, "training": {"method": "lbt"}}
 
 
 def measure(case: Case, local_batch: int, device: str) -> MemoryUse:
-    """Train a few steps in this process, as a profile does."""
+    """Train a few steps in this process, as a profile does, and return the memory used."""
     from tula_hpc.ddp.process_group import process_group
     from tula_hpc.ddp.worker import Worker
     from tula_hpc.env import WorkerEnvironment
@@ -93,7 +93,7 @@ def measure(case: Case, local_batch: int, device: str) -> MemoryUse:
 
 
 def measure_apart(case: Case, local_batch: int, device: str) -> MemoryUse | None:
-    """The same in a fresh process; None where memory runs out there."""
+    """Measure in a fresh process; None if that fails, for example out of memory."""
     job = json.dumps([case.model, case.image_size, local_batch, device])
     command = [sys.executable, "-m", "tests.benchmarks.memory_estimate", "--one", job]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -104,10 +104,10 @@ def measure_apart(case: Case, local_batch: int, device: str) -> MemoryUse | None
 
 
 def estimated(case: Case, device: str) -> Footprint:
-    """The estimate by the command that a sweep uses.
+    """Return the estimate, made by the command that a sweep uses.
 
     Raises:
-        SystemExit: There is none.
+        SystemExit: The command made no estimate.
     """
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / name for name in ("sweep.toml", "cluster.toml")]
@@ -120,7 +120,7 @@ def estimated(case: Case, device: str) -> Footprint:
 
 
 def rows_of(case: Case, device: str) -> Iterator[dict[str, Any]]:
-    """Estimate and measurement at each batch."""
+    """Yield estimate and measurement at each batch."""
     footprint = estimated(case, device)
     for batch in case.batches:
         use = measure_apart(case, batch, device)
@@ -134,12 +134,12 @@ def rows_of(case: Case, device: str) -> Iterator[dict[str, Any]]:
 
 
 def _tensors(footprint: Footprint, batch: int) -> float:
-    """What tensors alone hold in the backward pass, for CUDA's allocated bytes."""
+    """Return the bytes of tensors alone in the backward pass, to compare with CUDA's allocated bytes."""
     return footprint.fixed_bytes + footprint.activation_bytes_per_sample * batch
 
 
 def fitted_errors(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of the memory model that is fitted to one model's rows: at these, and at each when it is left out."""
+    """Return errors of the memory model fitted to one network's rows: at these rows, and at each row when left out."""
 
     from tula_hpc.analysis.models.memory import MemoryModel
 
@@ -166,7 +166,7 @@ def fitted_errors(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def compare(device: str, jobs: int = 1) -> dict[str, Any]:
-    """All cases of a device: rows, and medians by group."""
+    """Return all cases of a device: rows, and medians by group."""
     with ThreadPoolExecutor(jobs) as pool:
         of_cases = list(pool.map(lambda case: list(rows_of(case, device)), CASES[device]))
     rows = [row for some in of_cases for row in some]
@@ -187,7 +187,7 @@ def compare(device: str, jobs: int = 1) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run one measurement (--one, for its own process), or all."""
+    """Run one measurement (`--one`, in its own process), or all."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.memory_estimate")
     parser.add_argument("--device", choices=sorted(CASES), default="cpu")
     parser.add_argument("--out", type=Path)

@@ -1,10 +1,10 @@
-"""What it costs to look at gradients that nothing scales: a plain training's steps with and without, as JSON.
+"""The cost of observing gradients that nothing scales: steps of a plain training with and without, as JSON.
 
     python -m tests.benchmarks.observation_cost [--out tests/benchmarks/results/observation_cost.json]
 
 Two workers over gloo with one thread each train a compact network and VGG11 on the digits of scikit-learn by
-`method = "lbt"`, once with `observe_gradients` and once without, in turn and in changing order. `ratio`: quartiles of
-the ratios of neighbouring steps. The weights of both end bit for bit the same.
+`method = "lbt"`, with `observe_gradients` and without; steps of the two take turns in changing order. `ratio`:
+quartiles of the ratios of neighbouring steps. The final weights of both are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MODELS = {"tula_hpc.workloads.small_cnns:compact_cnn": (16, 64, 400), "vgg11": (
 
 
 def new_worker(rank: int, model: str, *, observe: bool) -> Worker:
-    """One of two, with the same weights and data whether observed or not."""
+    """Return one of two workers, with the same weights and data whether observed or not."""
     edge, local_batch, _ = MODELS[model]
     workload = {"model": model, "dataset": "digits", "image_size": edge, "loader_workers": 0, "lr": 0.01}
     training = {"method": "lbt", "observe_gradients": observe}
@@ -45,7 +45,7 @@ def new_worker(rank: int, model: str, *, observe: bool) -> Worker:
 
 
 def compare(rank: int, model: str) -> dict[str, Any]:
-    """Seconds of a step without, and quartiles of what it takes with, over that."""
+    """Return the seconds of a step without observation, and quartiles of the ratio with over without."""
     workers = [new_worker(rank, model, observe=observe) for observe in (False, True)]
     batches = [worker.batches() for worker in workers]
     pairs = MODELS[model][2]
@@ -53,7 +53,7 @@ def compare(rank: int, model: str) -> dict[str, Any]:
     for index in range(pairs + 3):
         for kind in (0, 1) if index % 2 else (1, 0):
             batch = next(batches[kind])
-            workers[kind].seed(index)  # of dropout
+            workers[kind].seed(index)  # the same dropout in both
             dist.barrier()
             started = time.perf_counter()
             workers[kind].train_step(*batch)
@@ -67,7 +67,7 @@ def compare(rank: int, model: str) -> dict[str, Any]:
 
 
 def work(rank: int, folder: Path) -> None:
-    """One worker; rank 0 writes what it found."""
+    """Run one worker; rank 0 writes the results."""
     torch.set_num_threads(1)
     rendezvous = f"file://{folder / 'rendezvous'}"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=WORKERS)

@@ -1,11 +1,11 @@
-"""What the adaptive search and its plan make of a collective whose law the profiles may not tell, as JSON.
+"""The adaptive search and its plan if the profiles may not show how the all-reduce grows with the nodes, as JSON.
 
     python -m tests.benchmarks.open_form tests/benchmarks/results/open_form.json
 
-Made-up clusters of 1, 2, 4 and 8 nodes, exact step times, all-reduces as a law says: for three sizes of a node, both
-libraries, three lengths of the all-reduce and three objectives. A search is judged by how many profiles it took, how
-much more time or cost its choice takes than the best, and which of the steps that were not profiled lie outside their
-90 % interval.
+The clusters are made up: 1, 2, 4 and 8 nodes, exact step times, and all-reduces that follow a known law, for three
+sizes of a node, both libraries, three lengths of the all-reduce and three objectives. A search is judged by the number
+of its profiles, by the additional time or cost of its choice over the best, and by the number of unprofiled steps that
+lie outside their 90 % interval.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tula_hpc.records import Configuration, Measurement
 
 SAMPLES = 10**6
 HIDDEN = 0.2  # share of the computation that the all-reduce overlaps with
-LAWS: dict[str, Callable[[int, int], float]] = {  # over nodes and workers, in units of the length
+LAWS: dict[str, Callable[[int, int], float]] = {  # time of an all-reduce by nodes and workers, in units of its length
     "parameter_server": lambda nodes, workers: float(nodes),
     "ring": lambda nodes, workers: 4.0 * (1.0 - 1.0 / workers),
     "double_tree": lambda nodes, workers: 4.0,
@@ -42,16 +42,16 @@ class World(NamedTuple):
     length_s: float
 
     def compute_s(self, batch: int) -> float:
-        """Of a batch, forward, backward and optimizer."""
+        """Return the seconds of forward, backward and optimizer for a batch."""
         return 0.01 + 0.001 * batch
 
     def sync_s(self, nodes: int) -> float:
-        """Of the all-reduce, within a node and between nodes."""
+        """Return the seconds of the all-reduce, within a node and between nodes."""
         within = 0.1 * self.length_s * (1.0 - 1.0 / self.per_node)
         return within + (self.length_s * LAWS[self.law](nodes, nodes * self.per_node) if nodes > 1 else 0.0)
 
     def step_s(self, configuration: Configuration) -> float:
-        """Of a whole step."""
+        """Return the seconds of a whole step."""
         compute_s = self.compute_s(configuration.local_batch)
         if configuration.world_size == 1:
             return compute_s
@@ -59,7 +59,7 @@ class World(NamedTuple):
 
 
 def measure(world: World, spec: SweepSpec, configuration: Configuration, order: int) -> Measurement:
-    """A profile without noise."""
+    """Return a profile without noise."""
     nodes, per_node, batch = configuration
     parts = {"data_time_s": 0.0, "compute_time_s": world.compute_s(batch) - 0.001, "optimizer_time_s": 0.001}
     apart = batches_timed_apart(spec.search, nodes, per_node, batch)
@@ -76,7 +76,7 @@ def measure(world: World, spec: SweepSpec, configuration: Configuration, order: 
 
 
 def search(world: World, spec: SweepSpec, place: ClusterSpec, objective: str) -> dict[str, Any]:
-    """One search to its end, and its plan."""
+    """Run one search to its end, and judge its plan."""
     rows: list[Measurement] = []
     while proposed := propose(spec, place, rows):
         rows.append(measure(world, spec, proposed[0], len(rows)))
@@ -94,7 +94,7 @@ def search(world: World, spec: SweepSpec, place: ClusterSpec, objective: str) ->
 
 
 def main(path: Path) -> None:
-    """Search all worlds of each law and write the file."""
+    """Search on all clusters of each law, and write the file."""
     found = {}
     for law in LAWS:
         results = []

@@ -1,17 +1,18 @@
-"""What TulaOptimizer adds to a whole training step of its base, SGD with momentum, as JSON.
+"""The time and memory that TulaOptimizer adds to a training step of its base optimizer, SGD with momentum, as JSON.
 
     python -m tests.benchmarks.optimizer_overhead [--device cpu|cuda] [--models …] [--batch …] [--seconds …] [--out …]
 
 Forms: `element`, the paper's (an ordinary step; the extra pass once an epoch is timed by the profiler, not here);
-`tensor`; `free`, which also estimates its factors anew at every step from norms that are given to it (taking those is
-not part of it). Model, data, base optimizer and its momenta are one and the same for all forms. A round is one step
-of each form in a random order, so that a machine that slows down slows all of them; the overhead is the median over
-rounds of a form's time over the base's in the same round, its interval from resampled rounds. `wall` is that of the
-clock, `processor` that of the time in which this process had a processor, on which other work has less influence.
+`tensor`; `free`, which also estimates its factors anew at every step from norms that it is given (computing the norms
+is not included). All forms share the same model, data, base optimizer and momenta. A round is one step of each form in
+a random order, so that a slowing machine slows all forms. The overhead is the median over rounds of a form's time over
+the base's in the same round; its interval comes from resampled rounds. `wall` uses elapsed time, `processor` the time
+in which this process had a processor, which other work influences less.
 
-A step varies by more than what is measured. So the optimizer's part is also timed alone, after a backward pass of
-`FEW` samples: its difference from the base's, `extra_s`, does not depend on the batch, and over the base's step it is
-`overhead_of_parts`. Memory: what the optimizer keeps from step to step, and on CUDA by how much a step's peak rises.
+Steps vary by more than the overhead. The optimizer's part is therefore also timed alone, after a backward pass of
+`FEW` samples: `extra_s` is its difference from the base's, which does not depend on the batch, and `overhead_of_parts`
+is `extra_s` over the base's step. Memory: bytes that the optimizer keeps between steps, and on CUDA the rise of a
+step's peak.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 SMALL, LARGE = 32, 1024
 RESAMPLES = 2000
-FEW = 2  # samples of the pass before the optimizer alone is timed
-LEAST = 3  # rounds, whatever they take
+FEW = 2  # samples of the backward pass after which the optimizer is timed alone
+LEAST = 3  # least number of rounds, however long they take
 
 
 class Seconds(NamedTuple):
-    """What one step took."""
+    """Time of one step."""
 
     wall: float
-    processor: float  # of this process on all of its processors
+    processor: float  # processor time of this process, over all processors
 
 
 CLOCKS = Seconds._fields
@@ -61,10 +62,10 @@ class Bench:
     """One model with one base optimizer, and wrappers of it that share everything.
 
     Args:
-        model: A torchvision classifier's name.
+        model: Name of a torchvision classifier.
         batch: Samples in a step.
-        image_size: Pixels.
-        device: Where it trains.
+        image_size: Pixels on one side.
+        device: Device of the training.
     """
 
     def __init__(self, model: str, batch: int, image_size: int, device: torch.device) -> None:
@@ -82,7 +83,7 @@ class Bench:
         self._first_factors()
 
     def _first_factors(self) -> None:
-        """Every form has its factors before the first measured step."""
+        """Give every form its factors before the first measured step."""
         self.gradients()
         large = [p.grad for p in self.model.parameters()]
         small = [g + 0.3 * g.std() * torch.randn_like(g) for g in large if g is not None]
@@ -92,40 +93,40 @@ class Bench:
         self.squares = torch.stack([g.double().square().sum() for g in small])
 
     def gradients(self, samples: int | None = None) -> None:
-        """Forward and backward pass on the one batch, or the first samples of it."""
+        """Run forward and backward pass on the one batch, or on its first samples."""
         self.base.zero_grad(set_to_none=True)
         loss = nn.functional.cross_entropy(self.model(self.inputs[:samples]), self.targets[:samples])
         torch.autograd.backward(loss)
 
     def now(self) -> Seconds:
-        """The time when the device has done all."""
+        """Wait for the device, and return the time."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return Seconds(time.perf_counter(), time.process_time())
 
     def step(self, name: str) -> Seconds:
-        """One whole step."""
+        """Time one whole step."""
         start = self.now()
         self.gradients()
         self.optimize(name)
         return _since(start, self.now())
 
     def optimizer_alone(self, name: str) -> Seconds:
-        """The optimizer's part, after a backward pass that has finished."""
+        """Time the optimizer's part, after a backward pass that has finished."""
         self.gradients(FEW)
         start = self.now()
         self.optimize(name)
         return _since(start, self.now())
 
     def optimize(self, name: str) -> None:
-        """The part of a step that differs."""
+        """Run the part of a step that differs between forms."""
         form = self.forms[name]
         if name == "free" and isinstance(form, TulaOptimizer):
             form.observe_small(self.squares, SMALL)
         form.step()
 
     def extra_peak_bytes(self, name: str) -> int | None:
-        """By how much a step's peak is above the base's; None where the device does not count it."""
+        """Return by how much a step's peak memory exceeds the base's; None if the device does not count it."""
         if self.device.type != "cuda":
             return None
         peaks = []
@@ -142,7 +143,7 @@ def _since(start: Seconds, end: Seconds) -> Seconds:
 
 
 def rounds(bench: Bench, seconds: float, measure: Callable[[str], Seconds]) -> Iterator[Round]:
-    """Times of each form, round by round for so long, after one round to warm up."""
+    """Yield the times of each form, round by round for some seconds, after one round to warm up."""
     order, generator = list(bench.forms), random.Random(0)
     for name in order:
         measure(name)
@@ -154,7 +155,7 @@ def rounds(bench: Bench, seconds: float, measure: Callable[[str], Seconds]) -> I
 
 
 def overhead(pairs: Sequence[Round], name: str, clock: str) -> dict[str, Any]:
-    """Median of the paired ratios minus 1, with its 90 % interval and the ratios' quartiles."""
+    """Return the median of the paired ratios minus 1, with its 90 % interval and the ratios' quartiles."""
     ratios = [getattr(pair[name], clock) / getattr(pair["base"], clock) - 1 for pair in pairs]
     generator = random.Random(1)
     medians = sorted(statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
@@ -167,14 +168,14 @@ def overhead(pairs: Sequence[Round], name: str, clock: str) -> dict[str, Any]:
 
 
 def of_parts(whole: Sequence[Round], alone: Sequence[Round], name: str, clock: str) -> dict[str, float]:
-    """What the form adds to the optimizer's part, as such and over the base's whole step."""
+    """Return the seconds that the form adds to the optimizer's part, also as a share of the base's whole step."""
     extra = statistics.median(getattr(pair[name], clock) - getattr(pair["base"], clock) for pair in alone)
     step = statistics.median(getattr(pair["base"], clock) for pair in whole)
     return {"extra_s": extra, "step_s": step, "overhead_of_parts": extra / step}
 
 
 def state_bytes(form: Optimizer) -> int:
-    """What a TulaOptimizer keeps beside its base, each storage counted once."""
+    """Return the bytes that a TulaOptimizer keeps in addition to its base, each storage counted once."""
     storages: dict[int, int] = {}
 
     def visit(value: Any) -> None:
@@ -191,7 +192,7 @@ def state_bytes(form: Optimizer) -> int:
 
 
 def measure(model: str, batch: int, image_size: int, seconds: float, device: torch.device) -> dict[str, Any]:
-    """One model's row."""
+    """Measure one model."""
     bench = Bench(model, batch, image_size, device)
     whole = list(rounds(bench, seconds, bench.step))
     alone = list(rounds(bench, seconds / 2, bench.optimizer_alone))

@@ -2,16 +2,16 @@
 
     python -m tests.benchmarks.plan_against_training DATA WORK OUT.json [NAME=CHECKOUT ...]
 
-DATA is CIFAR-100 as an ImageFolder tree, WORK a folder for the run directories; what is there already is used. Needs
-root, Slurm and a machine that is otherwise idle. The workloads are those of `cluster_prediction`, each where the knee
-search chose. A sweep profiles that configuration, plans and trains there. This is done in rounds: by this checkout, and
-by others that are named (each with its own `.venv`), in turn and as soon after each other as can be, so that what
-disturbs the machine disturbs all of them.
+DATA is CIFAR-100 as an ImageFolder tree, WORK a folder for the run directories; runs that it already holds are used.
+Needs root, Slurm and a machine that is otherwise idle. The workloads are those of `cluster_prediction`, each at the
+configuration that its knee search chose. A sweep profiles that configuration, plans and trains there. This is done in
+rounds: by this checkout, and by other named ones (each with its own `.venv`), in turn and immediately after each other,
+so that disturbances of the machine affect all of them.
 
-- predicted_s, training_s: of an epoch's steps by the plan, and as the training took it, the mean over its epochs but
-  the first, which begins with a start.
-- error: predicted over taken, less 1; `median` and `worst` are of |error| over workloads and rounds, `by_workload` has
-  the median error of each with its sign.
+- predicted_s, training_s: seconds of an epoch's steps, by the plan and in the training: the mean over all epochs except
+  the first, which includes a start.
+- error: predicted over actual, minus 1; `median` and `worst` are of |error| over workloads and rounds; `by_workload`
+  has each workload's median error with its sign.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tests.slurm.testcluster import MiniCluster
 
 ROUNDS = 3
 EPOCHS = 2
-# nodes and global batch
+# nodes and global batch by workload
 CHOSEN = {"vgg_like": (1, 64), "shufflenet": (4, 32), "mobilenet": (4, 32)}
 
 
 def run_sweep(name: str, checkout: Path, run: Path, data: Path, environment: dict[str, str]) -> dict[str, Any]:
-    """Run one sweep to its end if that has not been done, and say what it predicted and took."""
+    """Run one sweep unless it has finished, and return what it predicted and took."""
     if not (run / "train" / "main" / "result.json").exists():
         file = run.with_name(f"{run.name}.toml")
         file.write_text(SWEEP.format(name=name, data=data, **WORKLOADS[name]._asdict()))
@@ -46,7 +46,7 @@ def run_sweep(name: str, checkout: Path, run: Path, data: Path, environment: dic
         command += ["--set", f"search.cluster_sizes=[{nodes}]"]
         command += ["--set", f"search.min_batch={batch}", "--set", f"search.max_batch={batch}"]
         subprocess.run(command, check=True, cwd=checkout, env=environment, stdout=subprocess.DEVNULL)
-    # as JSON: other checkouts have other records
+    # read plain JSON, as other checkouts may have other record classes
     chosen = json.loads((run / "plan.json").read_text())["chosen"]
     lines = [json.loads(line) for line in (run / "train" / "main" / "metrics.jsonl").read_text().splitlines()]
     epochs = [line["epoch_time_s"] for line in lines if line["kind"] == "epoch"]
@@ -62,25 +62,25 @@ def run_sweep(name: str, checkout: Path, run: Path, data: Path, environment: dic
 
 
 def main(data: Path, work: Path, output: Path, others: list[str]) -> None:
-    """Run the sweeps in rounds, and write what they gave so far after each."""
+    """Run the sweeps in rounds, and write the results so far after each sweep."""
     checkouts = {"this": ROOT, **{name: Path(path) for name, _, path in (text.partition("=") for text in others)}}
     work.mkdir(parents=True, exist_ok=True)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in checkouts}
     with MiniCluster() as cluster:
         environment = {**os.environ, **cluster.environment}
         for number, workload in itertools.product(range(ROUNDS), CHOSEN):
-            # every other round in the other order
+            # reverse the order in every other round
             for name in list(checkouts)[:: -1 if number % 2 else 1]:
                 run = work / f"{workload}-{name}-{number}"
                 row = run_sweep(workload, checkouts[name], run, data, environment)
                 found[name].append({"workload": workload, "round": number, **row})
                 print(name, json.dumps(found[name][-1]), flush=True)
-                # a round takes half an hour, and what is known by now may be wanted
+                # a round takes half an hour: results so far may be wanted before
                 output.write_text(json.dumps(summary(found), indent=1) + "\n")
 
 
 def summary(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Errors of each checkout over the sweeps that ended."""
+    """Return the errors of each checkout over the sweeps that have ended."""
     return {
         name: {
             "median": median(abs(row["error"]) for row in rows),

@@ -1,9 +1,9 @@
-"""How long planning takes on one core: a hundred thousand measurements, the command, as JSON.
+"""How long planning takes on one core: aggregating a hundred thousand measurements, and the command, as JSON.
 
     python -m tests.benchmarks.planning_speed tests/benchmarks/results/planning_speed.json
 
 Aggregating: measurements as records, over few configurations with many repeats and over as many configurations as
-measurements. Times are of the processor, all threads added up, the best of three. The command is timed as a process
+measurements. Times are processor times, summed over all threads, the best of three. The command is timed as a process
 from its start, in elapsed and in processor seconds.
 """
 
@@ -27,12 +27,12 @@ from tula_hpc.records import Measurement, RunDirectory, append_record
 
 EPOCHS = 5
 MEASUREMENTS = 100_000
-# kneed, for the knee, loads matplotlib and scipy.signal, which takes most of the command's time
+# kneed, which finds the knee, loads matplotlib and scipy.signal: most of the command's time
 LIMITS_S = {"aggregate": 3.0, "command": 2.5}
 
 
 def best_of(function: Callable[[], object], clock: Callable[[], float], repeats: int = 3) -> float:
-    """Least seconds of some runs."""
+    """Return the least seconds of some runs."""
     times = []
     for _ in range(repeats):
         started = clock()
@@ -42,7 +42,7 @@ def best_of(function: Callable[[], object], clock: Callable[[], float], repeats:
 
 
 def aggregating() -> dict[str, float]:
-    """Seconds to summarize, by number of configurations."""
+    """Return the seconds to summarize, by number of configurations."""
     found = {}
     for configurations in (1_000, 50_000, MEASUREMENTS):
         rows = repeated(configurations)
@@ -51,14 +51,14 @@ def aggregating() -> dict[str, float]:
 
 
 def repeated(configurations: int) -> list[Measurement]:
-    """Measurements over so many configurations."""
+    """Return `MEASUREMENTS` measurements, spread over some configurations."""
     each = (ok(1 + index % 1_000, 1 + index // 1_000) for index in range(configurations))
     repeats = range(MEASUREMENTS // configurations)
     return [row.model_copy(update={"finished_at": float(repeat)}) for row in each for repeat in repeats]
 
 
 def commanding() -> dict[str, dict[str, float]]:
-    """Seconds of the command over a run with 18 measurements, as a process; and of the plan alone."""
+    """Return the seconds of the command as a process, for a run with 18 measurements, and of the plan alone."""
     with tempfile.TemporaryDirectory() as folder:
         run = RunDirectory(Path(folder) / "run").create()
         run.sweep_file.write_text('name = "speed"\n[workload]\nmodel = "elsewhere.models:net"\nepochs = 5\n')
@@ -76,26 +76,26 @@ def commanding() -> dict[str, dict[str, float]]:
 
 
 def process_seconds(command: Sequence[str], repeats: int = 5) -> dict[str, float]:
-    """Least elapsed and processor seconds of a command."""
+    """Return the least elapsed and processor seconds of a command."""
     elapsed, used = [], []
     for _ in range(repeats):
         before, started = os.times(), time.perf_counter()
         subprocess.run(command, check=True, capture_output=True, cwd=Path(__file__).parents[2])
         elapsed.append(time.perf_counter() - started)
         after = os.times()
-        used.append(sum(after[2:4]) - sum(before[2:4]))  # of the children, user and system
+        used.append(sum(after[2:4]) - sum(before[2:4]))  # user and system time of children
     return {"elapsed_s": min(elapsed), "processor_s": min(used)}
 
 
 def main(output: str) -> int:
-    """Measure, write, and return 1 where a limit is broken."""
+    """Measure, write, and return 1 if a limit is exceeded."""
     result: dict[str, Any] = {
         "limits_s": LIMITS_S,
         "aggregate_s": aggregating(),
         "command": commanding(),
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "load_average": os.getloadavg()[0],  # of other work at the same time
+        "load_average": os.getloadavg()[0],  # shows whether other work ran at the same time
     }
     Path(output).write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))

@@ -1,9 +1,9 @@
-"""Predicted against measured epoch times and memory of a finished sweep, as JSON.
+"""Predicted and measured epoch times and memory of a finished sweep, as JSON.
 
     python -m tests.benchmarks.prediction_error RUN tests/benchmarks/results/NAME.json
 
-Candidates that were profiled are compared with their own profile, which the model was fitted to; the training's epochs
-were not seen by the model.
+Profiled candidates are compared with their own profiles, to which the model was fitted; the model has not seen the
+training's epochs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tula_hpc.records import Measurement, Plan, RunDirectory, TrainResult, read_
 
 
 def compare(run: RunDirectory) -> dict[str, Any]:
-    """Rows per candidate, medians over them, and the training."""
+    """Return rows per candidate, their medians, and the training."""
     plan, measured = run.read_plan(), run.measurements().records
     rows = epoch_rows(plan, measured)
     memory = memory_rows(plan, measured)
@@ -41,7 +41,7 @@ def compare(run: RunDirectory) -> dict[str, Any]:
 
 
 def epoch_rows(plan: Plan, measured: list[Measurement]) -> list[dict[str, Any]]:
-    """Predicted and measured epoch time of every candidate that was profiled, seconds."""
+    """Return predicted and measured epoch time of every profiled candidate, seconds."""
     times = measured_epochs(measured, plan.dataset_samples)
     return [
         {
@@ -57,7 +57,7 @@ def epoch_rows(plan: Plan, measured: list[Measurement]) -> list[dict[str, Any]]:
 
 
 def memory_rows(plan: Plan, measured: list[Measurement]) -> list[dict[str, Any]]:
-    """Predicted and measured peak memory per worker, bytes."""
+    """Return predicted and measured peak memory per worker of every profiled candidate, bytes."""
     used = {m.configuration: m.memory.reserved_bytes for m in measured if m.memory is not None}
     return [
         {
@@ -73,7 +73,7 @@ def memory_rows(plan: Plan, measured: list[Measurement]) -> list[dict[str, Any]]
 
 
 def training(run: RunDirectory, plan: Plan) -> dict[str, Any] | None:
-    """Epochs of the final training against the prediction; None before it has ended."""
+    """Compare the epochs of the final training with the prediction; None before it has ended."""
     files = run.train()
     if not files.result_file.exists():
         return None

@@ -1,16 +1,17 @@
-"""What a plan promises of a whole training, and what it took by Slurm's accounting, on the test cluster, as JSON.
+"""The time of a whole training by the plan and by Slurm's accounting, on the test cluster, as JSON.
 
     python -m tests.benchmarks.promise WORK tests/benchmarks/results/promise.json [SWEEPS]
 
-WORK is a folder for the run directories; what is there already is used, so that it can run in parts. Needs root and
-Slurm. Each sweep is the quickstart or a small variant of it (workload, epochs, objective): profiled, planned, trained
-by the command; SWEEPS of them, by default all. The machine need not be idle: what its neighbours take between a
-profile and the training is part of what a promise has to reckon with, and no interval was fitted to these runs.
+WORK is a folder for the run directories; runs that it already holds are used, so that the benchmark can run in parts.
+Needs root and Slurm. Each sweep is the quickstart or a small variant of it (workload, epochs, objective): profiled,
+planned and trained by the command. SWEEPS is the number of sweeps, by default all. The machine need not be idle: a
+prediction has to allow for neighbours that take processor time between a profile and the training, and no interval was
+fitted to these runs.
 
-- whole, and each part: seconds expected, their 90 % interval, seconds taken, and the verdict.
-- inside: the share of sweeps whose whole time lies in its interval; `inside_before` is the same if the steps alone were
-  uncertain and a job had no end, as in plans of former versions.
-- off: how often each part lay outside of its own interval.
+- whole, and each part: expected seconds, their 90 % interval, actual seconds, and the verdict.
+- inside: the share of sweeps whose whole time lies in its interval; `inside_before` is the same with an interval of the
+  steps alone and without the end of a job, as in plans of former versions.
+- off: how often each part lay outside its own interval.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ QUICKSTART = ROOT / "sweeps" / "quickstart.toml"
 CLUSTER_FILE = ROOT / "slurm_templates" / "testcluster.toml"
 COMMAND_S = 540
 
-# network and epochs; the largest takes ten times as long a step as the smallest
+# network and epochs; a step of the largest network takes ten times as long as one of the smallest
 LENGTHS = (("compact", 4), ("medium", 4), ("compact", 10), ("plain", 6), ("compact", 25), ("depthwise", 8))
 NARROW = {"search.min_batch": 64, "search.max_batch": 128}
 
 
 class Variant(NamedTuple):
-    """One sweep: what it changes of the quickstart."""
+    """One sweep, given by the keys that it changes in the quickstart."""
 
     name: str
     keys: dict[str, Any]
@@ -66,7 +67,7 @@ def variants() -> list[Variant]:
 
 
 def sweep(variant: Variant, run: Path, environment: dict[str, str]) -> None:
-    """Run one sweep to the end of its training, if that has not been done."""
+    """Run one sweep to the end of its training, unless that has been done."""
     if (run / "train" / "main" / "result.json").exists():
         return
     command = [sys.executable, "-m", "tula_hpc.sweep", str(QUICKSTART), "--cluster", str(CLUSTER_FILE)]
@@ -78,7 +79,7 @@ def sweep(variant: Variant, run: Path, environment: dict[str, str]) -> None:
 
 
 def described(variant: Variant, run: Path) -> dict[str, Any]:
-    """Return what was promised and taken."""
+    """Return the predicted and actual times of one sweep."""
     contents = read_run(RunDirectory(run))
     bill = bill_of(contents.plan, contents.events, contents.trainings[0])
     assert contents.plan is not None
@@ -97,7 +98,7 @@ def described(variant: Variant, run: Path) -> dict[str, Any]:
 
 
 def _inside_before(bill: TrainingBill) -> bool:
-    """Tell whether the whole lies where the step time's interval alone would have it."""
+    """Return whether the whole time lies in the interval that follows from the step time's interval alone."""
     steps = bill.parts[TimePart.STEPS]
     ends = bill.parts.get(TimePart.ENDS)
     whole_s = bill.whole.expected - (ends.expected if ends else 0.0)
@@ -128,7 +129,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(work: Path, output: Path, count: int) -> None:
-    """Run the sweeps, and write what they gave after each of them."""
+    """Run the sweeps, and write the results after each of them."""
     work.mkdir(parents=True, exist_ok=True)
     rows = []
     with MiniCluster() as cluster:

@@ -1,22 +1,23 @@
-"""The scaling tables of at most six profiles against those of a full search, as JSON.
+"""The scaling tables from at most six profiles against those from a full search, as JSON.
 
     python -m tests.benchmarks.scaling_prediction --full RUN [RUN ...] --adaptive RUN [RUN ...] --output FILE
 
 Each RUN is a run directory of the same sweep whose profile stage is done: `cluster_prediction` leaves such pairs in its
-WORK. Several full ones are rounds of the same: their medians are taken for true. Nothing is run here.
+WORK. Several full runs are rounds of the same search, and their medians are taken as the truth. Nothing is run here.
 
-Of each adaptive run the first six configurations count. Both tables, of strong and of weak scaling, are for the batches
-that the plan of the full measurements chooses, and relative to the same N: speed-up and efficiency are compared from
-the larger of both baselines on. For each quantity the relative difference, few over full - 1, is given at each N:
+Only the first six configurations of each adaptive run count. Both tables, of strong and of weak scaling, are for the
+batches that the plan of the full measurements chooses. Rows are compared from the larger of the two baselines on, and
+speed-up and efficiency are relative to it in both. For each quantity the relative difference, few over full - 1, is
+given at each N:
 
-- table: the two tables against one another, all rows that both have; "measured" those that the full search measured,
-  "beyond" those that are extrapolated even from it.
-- against_measured: the few profiles' table against the measured steps themselves, without any model of them.
-- inside: share of the full table's values that lie in the intervals of the few.
-- repeatability: the same largest difference between the tables of two full runs, the first two: what no prediction
-  can be held to.
+- table: the two tables compared in all rows that both have; "measured" are rows that the full search measured,
+  "beyond" rows that are extrapolated even from the full search.
+- against_measured: the few profiles' table against the measured steps themselves, without a model of these.
+- inside: share of the full table's values that lie in the intervals from the few profiles.
+- repeatability: the same largest difference between the tables of the first two full runs; no prediction can be
+  expected to be better.
 
-"largest" is the number to hold against the limit of 3 %; "worst" names where it is.
+"largest" is the number to compare with the limit of 3 %; "worst" names the N where it occurs.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from tula_hpc.records import Candidate, Configuration, Interval, Measurement, is
 
 MOST_PROFILES = 6
 LIMIT = 0.03
-# relative to the rows' own baseline
+# quantities that are relative to a baseline
 COMPARED = ("speed_up", "efficiency")
 QUANTITIES = ("step_s", "epoch_s", *COMPARED, "node_hours")
 
@@ -45,7 +46,7 @@ Rows = Mapping[int, ScalingRow]
 
 
 def first_profiles(measured: Sequence[Measurement], most: int = MOST_PROFILES) -> list[Measurement]:
-    """The measurements of the configurations that were measured first."""
+    """Return the measurements of the configurations that were measured first."""
     order: list[Configuration] = []
     for row in sorted(filter(is_usable, measured), key=lambda row: row.finished_at):
         if row.configuration not in order:
@@ -54,13 +55,13 @@ def first_profiles(measured: Sequence[Measurement], most: int = MOST_PROFILES) -
 
 
 def scaling(full: Searched, rows: Sequence[Measurement], chosen: Candidate) -> NodeScaling:
-    """The scaling table of some measurements, under the full search's sweep and cluster."""
+    """Return the scaling table of some measurements, under the full search's sweep and cluster."""
     part = fit_parts(full.sweep, full.cluster, rows).parts[0]
     return part_scaling(part, full.sweep, chosen)
 
 
 def compare(full: Searched, adaptive: Searched, chosen: Candidate) -> dict[str, Any]:
-    """All numbers of one adaptive run."""
+    """Return all numbers of one adaptive run."""
     rows = first_profiles(adaptive.measured)
     from_full, from_few = scaling(full, full.measured, chosen), scaling(full, rows, chosen)
     found: dict[str, Any] = {"profiled": [str(p.configuration) for p in summarize(rows).profiles]}
@@ -72,7 +73,7 @@ def compare(full: Searched, adaptive: Searched, chosen: Candidate) -> dict[str, 
 
 
 def compare_curves(true: ScalingCurve, few: ScalingCurve) -> dict[str, Any]:
-    """All numbers of one kind of scaling."""
+    """Return all numbers of one kind of scaling."""
     base = max(true.base.nodes, few.base.nodes)
     known, guessed = ({row.nodes: row for row in curve.rows if row.nodes >= base} for curve in (true, few))
     both = sorted(known.keys() & guessed.keys())
@@ -95,7 +96,7 @@ def compare_curves(true: ScalingCurve, few: ScalingCurve) -> dict[str, Any]:
 
 
 def _value(rows: Rows, nodes: int, name: str, base: int) -> Interval:
-    """The value of a row; speed-up and efficiency relative to `base`."""
+    """Return the value of a row; speed-up and efficiency relative to `base`."""
     interval: Interval = getattr(rows[nodes], name)
     if name in COMPARED:
         reference: Interval = getattr(rows[base], name)
@@ -108,7 +109,7 @@ def _off(known: Rows, guessed: Rows, nodes: int, name: str, base: int) -> float:
 
 
 def _against_measured(known: Rows, guessed: Rows, measured: Sequence[int], base: int) -> dict[str, dict[int, float]]:
-    """Relative difference of step time and efficiency from what was measured, without any model."""
+    """Return the relative difference of step time and efficiency from the measured steps, without a model of these."""
     steps = {n: guessed[n].step_s.value / s - 1.0 for n in measured if (s := known[n].measured_step_s)}
     if base not in steps:
         return {"step_s": steps}
@@ -126,8 +127,8 @@ def _summary(off: Mapping[str, Mapping[int, float]], sizes: Sequence[int]) -> di
 
 
 def _inside(known: Rows, guessed: Rows, sizes: Sequence[int], name: str, base: int) -> float | None:
-    """Share of the full table's values in the intervals of the few; both relative to the same N."""
-    # a baseline is as it is defined
+    """Return the share of the full table's values in the intervals of the few; both relative to the same N."""
+    # a baseline's speed-up and efficiency are 1 by definition
     asked = [n for n in sizes if name not in COMPARED or n != base]
     held = []
     for n in asked:
@@ -137,13 +138,13 @@ def _inside(known: Rows, guessed: Rows, sizes: Sequence[int], name: str, base: i
 
 
 def largest(found: Mapping[str, Any]) -> float:
-    """The largest difference of all quantities at rows that the full search measured, of both kinds."""
+    """Return the largest difference of any quantity in rows that the full search measured, of both kinds."""
     kinds = [found[kind]["table"]["measured"] for kind in ("strong", "weak") if "table" in found[kind]]
     return max((row["largest"] for kind in kinds for row in kind.values()), default=float("nan"))
 
 
 def compare_all(full_runs: Sequence[Path], adaptive_runs: Sequence[Path]) -> dict[str, Any]:
-    """Every adaptive run against all full ones together."""
+    """Compare every adaptive run with all full runs together."""
     full = pooled([read(run) for run in full_runs])
     chosen = make_plan(full.sweep, full.cluster, full.measured).chosen
     runs = {run.name: compare(full, read(run), chosen) for run in adaptive_runs}

@@ -1,14 +1,14 @@
-"""Profile of a built-in workload against that of the same training as a plain script, as JSON.
+"""The profile of a built-in workload against that of the same training as a plain script, as JSON.
 
     python -m tests.benchmarks.script_against_built_in [--out tests/benchmarks/results/script_against_built_in.json]
 
-One worker with one thread, each profile in a process of its own. The two of a pair run at the same time, each on a core
-of its own, and change cores from pair to pair: the machine's speed, which changes within a minute, is that of both.
-`ratio` is the script's number over the built-in's: the median over two pairs each, of which it is the geometric mean.
-`deviation` is the standard deviation of that over resampled ones, and `pairs` has the least, median and largest ratio
-of a pair. `step_time_s` is what the limit of 3 % is about. The parts are measured in different ways, as a script's
-computation can only be seen within its steps: `compute_time_s` and `optimizer_time_s` show how far that differs.
-`peak_bytes` is the growth of the process.
+Each profile has one worker with one thread, in its own process. The two profiles of a pair run at the same time, each
+on its own core, and swap cores from pair to pair: the machine's speed, which changes within a minute, affects both.
+`ratio` is the script's number over the built-in's: pairs are taken by twos, one on either core, and the median is over
+the geometric means of the twos. `deviation` is the standard deviation of `ratio` over resampled twos, and `pairs` has
+the least, median and largest ratio of a pair. The limit of 3 % is on `step_time_s`. The parts are measured in different
+ways, as a script's computation can only be seen within its steps: `compute_time_s` and `optimizer_time_s` show how much
+that differs. `peak_bytes` is the growth of the process.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def built_in(model: str, batch: int) -> Measurement:
     workload = {"model": f"{NETWORKS}{model}", "dataset": "synthetic", "samples": SAMPLES, "loader_workers": 0}
     tables: dict[str, Any] = {"workload": workload, "training": {"method": "lbt", "observe_gradients": False}}
     sweep = SweepSpec.model_validate({"name": "x", **tables}).model_copy(update={"search": SEARCH})
-    # as a script has: in one that has measured before, memory is laid out otherwise
+    # a fresh process, as a script has; in a process that has measured before, memory is laid out differently
     with ProcessPoolExecutor(1, get_context("spawn"), torch.set_num_threads, (1,)) as process:
         return process.submit(measure, sweep, ClusterSpec(), Configuration(1, 1, batch), ALONE).result()
 
@@ -74,7 +74,7 @@ def numbers(measured: Measurement) -> Row:
 
 
 def compare(model: str, batch: int) -> dict[str, Any]:
-    """Compare all numbers of both ways over the pairs."""
+    """Compare all numbers of the two ways over the pairs."""
     ways: list[Way] = [built_in, scripted]
     rows: list[list[Row]] = []
     first, second, *_ = sorted(os.sched_getaffinity(0))
@@ -86,7 +86,7 @@ def compare(model: str, batch: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in (*TIMES, "peak_bytes"):
         logs = np.log([theirs[name] / ours[name] for ours, theirs in rows])
-        # one pair on either core
+        # two pairs, between which the ways swap cores
         twos = logs.reshape(-1, 2).mean(axis=1)
         drawn = np.random.default_rng(0).choice(twos, size=(1000, len(twos)))
         found[name] = {
@@ -99,7 +99,7 @@ def compare(model: str, batch: int) -> dict[str, Any]:
 
 
 def on_core(core: int, way: Way, model: str, batch: int) -> Row:
-    # of this thread, and of the processes that it starts
+    # the core of this thread, and of the processes that it starts
     os.sched_setaffinity(0, {core})
     return numbers(way(model, batch))
 

@@ -2,14 +2,14 @@
 
     python -m tests.benchmarks.script_plans WORK tests/benchmarks/results/script_plans.json [SCRIPT ...]
 
-Each script of `tests/attach/scripts` below is a sweep of one configuration, one worker with one thread: profile, plan,
-training of some epochs, all by the command. This is done in rounds over all scripts. What WORK, a folder for the run
-directories, holds already is used. The machine should do nothing else, for an hour: on a virtual machine with
-neighbours a single sweep is off by 10 %, which its mean over the rounds has to overcome.
+For each script in `CASES`, from `tests/attach/scripts`, a sweep of one configuration with one worker of one thread
+profiles, plans and trains some epochs, all by the command. This is done in rounds over all scripts. WORK is a folder
+for the run directories; runs that it already holds are used. The machine should do nothing else, for an hour: on a
+virtual machine with neighbours a single sweep is off by 10 %, which the mean over the rounds has to even out.
 
-- predicted_ms, training_ms: a step by the plan, and as the training took it, the mean over its epochs but the first.
-- error: predicted over taken, less 1. `mean` is of a script's rounds, with its sign, `deviation` the standard deviation
-  of that mean; `worst` is the largest |mean|, and `all` that of all scripts together.
+- predicted_ms, training_ms: step time by the plan and in the training: the mean over all epochs except the first.
+- error: predicted over actual, minus 1. `mean` is over a script's rounds, with its sign, `deviation` the standard
+  deviation of that mean; `worst` is the largest |mean|, and `all` the mean over all scripts together.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ method = "lbt"
 
 
 def run_sweep(script: str, folder: Path) -> dict[str, Any]:
-    """Run one sweep if it has not been, and say what it predicted and took."""
+    """Run one sweep unless it has finished, and return what it predicted and took."""
     run = RunDirectory(folder / "run")
     if not run.train().result_file.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def run_sweep(script: str, folder: Path) -> dict[str, Any]:
 
 
 def main(work: Path, output: Path, names: list[str]) -> None:
-    """Run the sweeps, and write what they gave after each round."""
+    """Run the sweeps, and write the results after each round."""
     found: dict[str, list[dict[str, Any]]] = {}
     for number in range(ROUNDS):
         for script in names or CASES:

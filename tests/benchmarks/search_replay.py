@@ -1,17 +1,18 @@
-"""How the adaptive search ends on public tables of other clusters: what it chose, and at what price, as JSON.
+"""The adaptive search on public tables of other clusters: its choice, and the number of profiles, as JSON.
 
     python -m tests.benchmarks.search_replay tests/benchmarks/results/search_replay.json
 
 Every search is replayed over one table of step times: T4 (16 nodes), K80 (1 to 8 nodes of one GPU) and RTX 2080 Ti (1
-to 3 nodes of 8), for each workload, objective and knowledge beside the step: nothing, the computation of the measured
-configuration alone, or also that of smaller batches on the fewest nodes, as the profiler times it.
+to 3 nodes of 8), for each workload and objective, and for three kinds of knowledge in addition to the step time: none,
+the computation of the measured configuration, or also that of smaller batches on the fewest nodes, as the profiler
+times it.
 
 - confirmed: share of searches whose choice was itself measured.
-- regret: time or cost per sample of the choice over the least of the table, less 1; mean and worst. `of_model` is that
-  of the least prediction, whether measured or not.
-- profiles: mean and most.
-- error_elsewhere, coverage: median relative error where the search did not look, and share of these points inside their
-  90 % interval; means over the searches.
+- regret: time or cost per sample of the choice over the least of the table, minus 1; mean and worst. `of_model` is the
+  same for the configuration of the least prediction, whether measured or not.
+- profiles: mean and largest number.
+- error_elsewhere, coverage: median relative error at points that the search did not measure, and share of these points
+  inside their 90 % interval; means over the searches.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ OBJECTIVES = ("time", "cost", "knee")
 KNOWN = ("step", "computation", "smaller batches")
 # with fewer points there is nothing to search
 LEAST_POINTS = 8
-# name: file, GPUs a node
+# file and GPUs per node by cluster
 MORE = {"K80": ("gavel_k80.csv", 1), "2080Ti": ("sia_rtx2080ti.csv", 8)}
 NO_MEMORY = dict.fromkeys(("baseline_bytes", "parameter_bytes", "gradient_bytes", "optimizer_bytes"), 0)
 
@@ -53,16 +54,16 @@ class Table(NamedTuple):
 
     @property
     def configurations(self) -> list[Configuration]:
-        """Of each row."""
+        """Configuration of each row."""
         columns = zip(self.trace.nodes, self.trace.per_node, self.trace.local_batch, strict=True)
         return [Configuration(*map(int, row)) for row in columns]
 
 
 def tables() -> Iterator[Table]:
-    """All tables that are here.
+    """Yield all tables.
 
     Raises:
-        FileNotFoundError: The traces are not here.
+        FileNotFoundError: The traces are not on this machine.
     """
     for workload in WORKLOADS:
         yield Table("T4", workload, single_workers(read_trace(workload)))
@@ -85,7 +86,7 @@ def _more(cluster: str, path: Path, per_node: int) -> Iterator[Table]:
 
 
 def _with_sync(trace: Trace) -> Trace:
-    """Where the wait was not measured: what a step takes longer than a single worker's."""
+    """Fill in waits that were not measured: the time by which a step exceeds a single worker's step."""
     if not np.isnan(trace.sync_s).any():
         return trace
     alone = trace.workers == 1
@@ -96,7 +97,7 @@ def _with_sync(trace: Trace) -> Trace:
 
 
 def measurement(table: Table, row: int, order: int, known: str) -> Measurement:
-    """One row as the profiler would have recorded it, as far as the table tells."""
+    """Return one row as the profiler would have recorded it, as far as the table has the values."""
     step_s, compute_s = float(table.trace.step_s[row]), float(table.trace.compute_s[row])
     smaller = _smaller_computes(table.trace, row) if known == KNOWN[2] else []
     of_step = dict.fromkeys(("step_time_s", "step_time_low_s", "step_time_high_s"), step_s)
@@ -156,13 +157,13 @@ def replay(table: Table, objective: str, known: str) -> dict[str, Any]:
 
 
 def paid(trace: Trace, step_s: Array, objective: str) -> Array:
-    """Time or cost of a sample."""
+    """Return the time or cost per sample."""
     per_sample_s = step_s / (trace.workers * trace.local_batch)
     return per_sample_s * trace.nodes if objective == "cost" else per_sample_s
 
 
 def summary(searches: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Numbers of several searches."""
+    """Summarize several searches."""
 
     def column(name: str) -> list[float]:
         return [search[name] for search in searches if name in search]
@@ -182,7 +183,7 @@ def summary(searches: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def replay_all() -> dict[str, Any]:
-    """Replay all searches: "searches", and summaries by cluster and objective, and of all for time and cost."""
+    """Replay all searches; summarize them by cluster and objective, and all those for time and cost together."""
     searches = [replay(table, objective, known) for table in tables() for objective in OBJECTIVES for known in KNOWN]
     groups: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for search in searches:

@@ -1,22 +1,22 @@
-"""The small gradient's norm for free against a pass of its own: noise, bias and cost, as JSON.
+"""The small batch's gradient norm from the workers' own gradients, or from an extra pass: noise, bias, cost, as JSON.
 
     python -m tests.benchmarks.small_gradient [--out tests/benchmarks/results/small_gradient.json]
 
-A CNN without BatchNorm on CIFAR-100 images (the digits of scikit-learn where they are not here), 2 and 4 workers over
-gloo, B = 256, b_small = 32. Training stops after some steps; there, batches are drawn with replacement again and again
-at the same weights, and both ways estimate what the scale needs. The images are the population, so that the truth is
-known exactly: |G|² and tr(Σ) of each tensor from the gradients of all images one by one.
+A CNN without BatchNorm on CIFAR-100 images (the digits of scikit-learn if they are not there), 2 and 4 workers over
+gloo, B = 256, b_small = 32. Training stops after some steps; at these weights, batches are drawn with replacement again
+and again, and both ways estimate the quantities that the scale needs. The images are the population, so that the truth
+is known exactly: |G|² and tr(Σ) of each tensor from the gradients of all images one by one.
 
-- free: mean of the workers' own squared norms (b = B / workers), brought to b_small by the linear law.
+- free: mean of the workers' own squared norms (b = B / workers), converted to b_small by the linear law.
 - pass: squared norm of an all-reduced gradient of b_small samples, the first part of the same batch.
 
-For each quantity: `bias`, mean over the truth, less 1; `noise`, standard deviation over the truth, both of a single
-draw; of the `gain` ŝ(b_small)/l̂(B) and the `scale` √gain also where squares are averaged over 10 draws before they are
-divided. By tensor, their median, and for the whole model as one vector. `draws_worth`: draws of the pass that one free
-draw is worth, the ratio of variances.
+For each quantity: `bias`, mean over the truth, minus 1; `noise`, standard deviation over the truth, both of a single
+draw. The `gain` ŝ(b_small)/l̂(B) and the `scale` √gain are also given with squares averaged over 10 draws before the
+division. All are given by tensor, as the median over tensors, and for the whole model as one vector. `draws_worth`: how
+many draws of the pass one free draw is worth, the ratio of variances.
 
-Cost: steps without, with the hook, and with a pass in turn, in changing order; the median of the ratios of neighbours.
-For a single worker: a batch in two parts against the whole batch.
+Cost: steps with neither, with the hook, and with a pass take turns in changing order; the median of the ratios of
+neighbours. For a single worker: a batch in two parts against the whole batch.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ GLOBAL_BATCH, SMALL_BATCH = 256, 32
 IMAGES = 2048
 STOPS = (10, 200)  # steps of training, after which draws are taken
 DRAWS, AVERAGED = 200, 10
-PAIRS = 60  # of steps that are timed
+PAIRS = 60  # rounds of timed steps
 loss = nn.CrossEntropyLoss()
 
 
 def images() -> tuple[Tensor, Tensor, str]:
-    """Images (n, 3, edge, edge) from −1 to 1, labels, and where they are from."""
+    """Return images (n, 3, edge, edge) from −1 to 1, labels, and the name of the data set."""
     root = Path(os.environ.get("TULA_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
     archive = root / "cifar100" / "train-0.tar"
     if not archive.exists():
@@ -74,7 +74,7 @@ def images() -> tuple[Tensor, Tensor, str]:
 
 
 def _cifar(archive: Path) -> tuple[Tensor, Tensor]:
-    """Every k-th image of the archive, so that all its classes are there."""
+    """Read every k-th image of the archive, so that all its classes occur."""
     from PIL import Image
 
     with tarfile.open(archive) as tar:
@@ -87,7 +87,7 @@ def _cifar(archive: Path) -> tuple[Tensor, Tensor]:
 
 
 def network(edge: int) -> nn.Module:
-    """Four convolutions and two linear layers: twelve tensors, small and large."""
+    """Return a network of four convolutions and two linear layers: twelve tensors, small and large."""
     widths, layers = (3, 16, 32, 64, 64), []
     for before, after in pairwise(widths):
         layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU()]
@@ -97,7 +97,7 @@ def network(edge: int) -> nn.Module:
 
 
 class Bench:
-    """One worker: a model, the images, and what is done with them."""
+    """One worker with its model and the images."""
 
     def __init__(self, rank: int, workers: int) -> None:
         self.rank, self.workers, self.local_batch = rank, workers, GLOBAL_BATCH // workers
@@ -112,19 +112,19 @@ class Bench:
         self.steps = 0
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        """This worker's part of a batch, drawn with replacement."""
+        """Draw this worker's part of a batch, with replacement."""
         chosen = torch.randint(len(self.images), (self.local_batch,), generator=self.generator)
         return self.images[chosen], self.labels[chosen]
 
     def backward(self, inputs: Tensor, targets: Tensor) -> float:
-        """The batch's loss; gradients are all-reduced."""
+        """Run forward and backward pass, all-reduce the gradients, and return this worker's loss."""
         self.optimizer.zero_grad(set_to_none=True)
         value = loss(self.ddp(inputs), targets)
         torch.autograd.backward(value)
         return float(value.detach())
 
     def train(self, until: int) -> float:
-        """Train until so many steps are done; the last ten steps' mean loss on this worker."""
+        """Train until step `until`; return the mean loss of the last ten steps on this worker."""
         losses = []
         while self.steps < until:
             losses.append(self.backward(*self.batch()))
@@ -133,13 +133,13 @@ class Bench:
         return float(np.mean(losses[-10:]))
 
     def pass_squares(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Squared norms by the paper's pass."""
+        """Return the squared norms of the tensors by the paper's extra pass."""
         part = SMALL_BATCH // self.workers
         found = reference_gradient(self.model, loss, inputs[:part], targets[:part], self.parameters)
         return squares(norms_where_present(found), torch.device("cpu"))
 
     def draw(self) -> Tensor:
-        """(3, tensors): squared norms of the workers' own gradients, of the pass's, and of the large one."""
+        """Return squared norms (3, tensors): of the workers' own gradients, of the pass, of the large batch."""
         inputs, targets = self.batch()
         small = self.pass_squares(inputs, targets)
         self.backward(inputs, targets)
@@ -148,7 +148,7 @@ class Bench:
         return torch.stack([own, small, large])
 
     def truth(self) -> tuple[Array, Array]:
-        """|G|² and tr(Σ) of each tensor over all images, which the workers share out."""
+        """Return |G|² and tr(Σ) of each tensor over all images, which the workers share."""
         totals = [torch.zeros_like(p) for p in self.parameters]
         sums = torch.zeros(len(self.parameters), dtype=torch.float64)
         share = range(self.rank, len(self.images), self.workers)
@@ -173,7 +173,7 @@ class Bench:
 
 
 def compare(bench: Bench, until: int) -> dict[str, Any]:
-    """Draws of both ways at the weights after some steps, against the truth."""
+    """Compare draws of both ways, at the weights after some steps, with the truth."""
     trained = bench.train(until)
     square, trace = bench.truth()
     draws = torch.stack([bench.draw() for _ in range(DRAWS)]).double().numpy()
@@ -200,7 +200,7 @@ def compare(bench: Bench, until: int) -> dict[str, Any]:
 
 
 def _quantities(small: Any, large: Any, batch: float) -> dict[str, Any]:
-    """What is estimated, from squared norms at a batch and at B."""
+    """Estimate the quantities from squared norms at a batch and at B."""
     square = gradient_square(small, large, batch, GLOBAL_BATCH)
     trace = noise_trace(small, large, batch, GLOBAL_BATCH)
     at_small = square_at(small, large, batch, GLOBAL_BATCH, SMALL_BATCH)
@@ -209,7 +209,7 @@ def _quantities(small: Any, large: Any, batch: float) -> dict[str, Any]:
 
 
 def _scores(small: Array, large: Array, batch: float, truth: dict[str, Any]) -> dict[str, dict[str, Array]]:
-    """Bias and noise of each quantity, for each column."""
+    """Return bias and noise of each quantity, for each column (tensor)."""
     single = _quantities(small, large, batch)
     groups = (-1, AVERAGED, small.shape[1])
     averaged = _quantities(small.reshape(groups).mean(1), large.reshape(groups).mean(1), batch)
@@ -224,7 +224,7 @@ def _scores(small: Array, large: Array, batch: float, truth: dict[str, Any]) -> 
 
 
 def _summary(scores: dict[str, dict[str, dict[str, Array]]], place: int | None = None) -> dict[str, Any]:
-    """By quantity: bias and noise of both ways (of one tensor, or the median), and what a free draw is worth."""
+    """Return by quantity bias and noise of both ways (of one tensor, or the median), and a free draw's worth."""
 
     def one(values: Array) -> float:
         return float(np.median(values) if place is None else values[place])
@@ -239,7 +239,7 @@ def _summary(scores: dict[str, dict[str, dict[str, Array]]], place: int | None =
 
 
 def costs(bench: Bench) -> dict[str, float]:
-    """Step times over those of plain DDP: with the hook, and with a pass in each step."""
+    """Return step times over those of plain DDP: with the hook, and with a pass in each step."""
     other = network(bench.images.shape[-1])
     plain = DistributedDataParallel(other, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
@@ -263,7 +263,7 @@ def costs(bench: Bench) -> dict[str, float]:
 
 
 def cost_of_parts() -> dict[str, float]:
-    """A single worker's step with its batch in two parts over that with the whole batch."""
+    """Return a single worker's step time with its batch in two parts over that with the whole batch."""
     pixels, labels, _ = images()
     models = [network(pixels.shape[-1]) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
@@ -285,7 +285,7 @@ def cost_of_parts() -> dict[str, float]:
 
 
 def interleaved(steps: Sequence[Callable[[], None]]) -> Array:
-    """Seconds (kinds, PAIRS) of each kind of step in turn, each round beginning with another."""
+    """Return the seconds (kinds, PAIRS) of each kind of step in turn, each round beginning with another kind."""
     times = np.zeros((len(steps), PAIRS + 2))
     for index in range(PAIRS + 2):
         for kind in np.roll(np.arange(len(steps)), index).tolist():
@@ -296,12 +296,12 @@ def interleaved(steps: Sequence[Callable[[], None]]) -> Array:
 
 
 def ratio(times: Array, kind: int) -> float:
-    """Median over rounds."""
+    """Return the median over rounds of one kind's time over that of the first kind."""
     return float(np.median(times[kind] / times[0]))
 
 
 def work(rank: int, folder: Path, workers: int) -> None:
-    """One worker; rank 0 writes what all found."""
+    """Run one worker; rank 0 writes the results."""
     torch.set_num_threads(1)
     rendezvous = f"file://{folder / 'rendezvous'}"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=workers, timeout=timedelta(minutes=5))
@@ -310,12 +310,12 @@ def work(rank: int, folder: Path, workers: int) -> None:
     found["cost"] = costs(bench)
     if rank == 0:
         (folder / "found.json").write_text(json.dumps(found))
-    del bench  # DDP has to go before the process group does
+    del bench  # DDP has to be freed before the process group is destroyed
     dist.destroy_process_group()
 
 
 def main() -> None:
-    """Both numbers of workers, one after another; print the main figures and write the JSON."""
+    """Measure with two and with four workers; print the main figures and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=RESULT)
     out = parser.parse_args().out
@@ -333,7 +333,7 @@ def main() -> None:
         for state in found["states"]:
             for name, of in islice(state["model"].items(), 5):
                 print(f"  {state['steps']:4} steps, whole model, {name:8} {of}")
-    results["load_average"] = os.getloadavg()[1]  # over five minutes: other work beside it makes the costs uncertain
+    results["load_average"] = os.getloadavg()[1]  # over five minutes: other work makes the costs uncertain
     out.write_text(json.dumps(results, indent=1) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""Curvature against exact Hessians, and without a trace."""
+"""Curvature against exact Hessians, and without effects on the training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ cross_entropy = nn.CrossEntropyLoss()
 
 
 class Quadratic(nn.Module):
-    """Its output is its parameter; with `quadratic_loss` the Hessian is the matrix that stands for the targets."""
+    """A model that outputs its parameter; with `quadratic_loss` the Hessian is the matrix passed as the targets."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def batch(size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def exact_hessian(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """By automatic differentiation of every element, (n, n)."""
+    """Return the Hessian (n, n) by automatic differentiation of every element."""
     named = {name: p.detach() for name, p in model.named_parameters()}
     shapes = {name: p.shape for name, p in named.items()}
 
@@ -120,7 +120,7 @@ def test_gradient_norm_and_direction_are_the_quadratics() -> None:
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("build", [network, with_batchnorm])
 def test_equals_the_exact_hessians(build: Callable[[], nn.Module], training: bool) -> None:
-    """BatchNorm has another Hessian in each mode: the one of the mode it is in."""
+    """BatchNorm has a different Hessian in each mode; that of the present mode counts."""
     model = build().train(training)
     eigenvalues = torch.linalg.eigvalsh(exact_hessian(model, *batch(16)))
     found = curvature_of(model, tolerance=1e-5, max_iterations=2000)
@@ -132,7 +132,7 @@ def test_a_product_is_that_with_the_exact_matrix() -> None:
     model = with_batchnorm()
     vector = start_vector(list(model.parameters()), seed=1)
     hessian = LocalHessian(model, cross_entropy, *batch(16), list(model.parameters()))
-    for _ in range(2):  # the graph is not used up
+    for _ in range(2):  # the graph can be used again
         product = torch.cat([part.flatten() for part in hessian.product(vector) if part is not None])
         torch.testing.assert_close(product, exact_hessian(model, *batch(16)) @ vector)
 
@@ -207,7 +207,7 @@ def test_frozen_parameters_are_left_out_and_unused_ones_do_no_harm() -> None:
 
 def test_attention_has_a_second_derivative() -> None:
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)  # with dropout no fused kernel
+    layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)  # dropout would exclude fused kernels
     inputs = torch.randn(2, 3, 8)
     hessian = LocalHessian(layer, lambda out, _: out.square().mean(), inputs, torch.zeros(2), list(layer.parameters()))
     assert measure_curvature(hessian, max_iterations=3).dominant.iterations == 3
@@ -241,7 +241,7 @@ def test_training_goes_on_as_if_it_had_not_been_measured() -> None:
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two workers found, see `work`."""
+    """Results of each of two workers, see `work`."""
     folder = tmp_path_factory.mktemp("workers")
     start_workers(WORKERS, work, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORKERS)]
@@ -260,7 +260,7 @@ def test_workers_that_round_differently_end_at_the_same_step(workers: list[dict[
 
 
 def work(rank: int, folder: Path) -> None:
-    """One worker on its half of the batch; and with products that differ a little between the two."""
+    """Run one worker on its half of the batch, and with products that differ a little between the two workers."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=WORKERS)
     model = network()

@@ -3,14 +3,16 @@
     python -m tests.benchmarks.trace_errors tests/benchmarks/results/trace_errors.json
 
 The traces are single runs of six workloads with 1 to 64 GPUs on 1 to 16 nodes (A. Qiao et al., "Pollux", OSDI 2021,
-artifact). Every figure is a median over the points of one workload, beside it the paper's own form on the same data.
+artifact). Every number is a median over the points of one workload, next to that of the paper's own form on the same
+data.
 
-- full: all points with one worker a node, N = 2 … 16, fitted and predicted.
-- cross_validated: the same in eight parts, each predicted from the other seven.
-- corners: fitted to {2, 16} nodes × {smallest, largest batch}, predicted elsewhere; with and without sync_time.
-- adaptive: the adaptive search replayed, at most eight points; predicted elsewhere; likewise, by objective.
-- several_workers: all placements and sizes fitted, those with several workers on a node predicted.
-- coverage: share of points that were not fitted inside their interval, for each of the above.
+- full: fitted to and compared with all points with one worker per node, N = 2 … 16.
+- cross_validated: the same points in eight parts, each predicted from the other seven.
+- corners: fitted to {2, 16} nodes × {smallest, largest batch}, compared with the others; with and without sync_time.
+- adaptive: fitted to the at most eight points of a replayed adaptive search, compared with the others; with and without
+  sync_time, for each objective.
+- several_workers: fitted to all placements and sizes, compared with those that have several workers on a node.
+- coverage: for each of these, the share of the compared points that lie inside their interval.
 """
 
 from __future__ import annotations
@@ -38,25 +40,25 @@ OBJECTIVES = ("knee", "time", "cost")
 
 
 def fit(trace: Trace, *, sync: bool = False, form: FormName = "auto") -> StepTimeModel:
-    """The model of some rows; with `sync`, what the trace knows of the computation alone is used."""
+    """Fit a model to some rows; with `sync`, the trace's computation times are used, too."""
     compute = trace.compute_s if sync else None
     return StepTimeModel(form).fit(trace.nodes, trace.local_batch, trace.step_s, trace.per_node, compute)
 
 
 def score(model: StepTimeModel, trace: Trace) -> dict[str, float]:
-    """Median and 95th percentile of the relative error, and the share of points inside their 90 % interval."""
+    """Return median and 95th percentile of the relative error, and the share of points inside their 90 % interval."""
     points = (trace.nodes, trace.local_batch, trace.per_node)
     return summary(np.abs(model.predict(*points) / trace.step_s - 1.0), inside(model, trace))
 
 
 def inside(model: StepTimeModel, trace: Trace) -> NDArray[np.bool_]:
-    """Which points lie inside their interval."""
+    """Mark the points that lie inside their interval."""
     low, high = model.interval(trace.nodes, trace.local_batch, trace.per_node, level=0.9)
     return np.asarray((low <= trace.step_s) & (trace.step_s <= high))
 
 
 def summary(errors: Array, covered: NDArray[np.bool_]) -> dict[str, float]:
-    """Numbers of one case."""
+    """Return the numbers of one case."""
     return {
         "median": float(np.median(errors)),
         "p95": float(np.quantile(errors, 0.95)),
@@ -66,7 +68,7 @@ def summary(errors: Array, covered: NDArray[np.bool_]) -> dict[str, float]:
 
 
 def corners(trace: Trace) -> NDArray[np.bool_]:
-    """Smallest and largest batch on the fewest and on the most nodes."""
+    """Mark the smallest and the largest batch on the fewest and on the most nodes."""
     found = np.zeros(len(trace.nodes), dtype=bool)
     for nodes in (trace.nodes.min(), trace.nodes.max()):
         of_size = trace.nodes == nodes
@@ -76,7 +78,7 @@ def corners(trace: Trace) -> NDArray[np.bool_]:
 
 
 def cross_validated(trace: Trace, form: FormName = "auto") -> dict[str, float]:
-    """Every point predicted from a fit that did not see it."""
+    """Predict every point from a fit that did not see it."""
     part = np.random.default_rng(0).permutation(len(trace.nodes)) % PARTS
     errors, covered = np.zeros(len(part)), np.zeros(len(part), dtype=bool)
     for index in range(PARTS):
@@ -87,7 +89,7 @@ def cross_validated(trace: Trace, form: FormName = "auto") -> dict[str, float]:
 
 
 def adaptive(trace: Trace, objective: str, *, sync: bool) -> dict[str, Any]:
-    """The search replayed over the trace; its error where it did not look."""
+    """Replay the search over the trace; return its errors at points that it did not measure."""
     place = {
         Configuration(int(n), 1, int(b)): i for i, (n, b) in enumerate(zip(trace.nodes, trace.local_batch, strict=True))
     }
@@ -105,7 +107,7 @@ def adaptive(trace: Trace, objective: str, *, sync: bool) -> dict[str, Any]:
 
 
 def as_measurement(trace: Trace, row: int, order: int, *, sync: bool) -> Measurement:
-    """One row as the profiler would have recorded it, as far as the trace tells."""
+    """Return one row as the profiler would have recorded it, as far as the trace has the values."""
     step_s, compute_s = float(trace.step_s[row]), float(trace.compute_s[row]) if sync else 0.0
     return Measurement(
         status="ok",
@@ -135,7 +137,7 @@ def as_measurement(trace: Trace, row: int, order: int, *, sync: bool) -> Measure
 
 
 def cases(workload: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every case of one workload, by name."""
+    """Yield name and numbers of every case of one workload."""
     everything = read_trace(workload)
     trace = single_workers(everything)
     at_corners = corners(trace)

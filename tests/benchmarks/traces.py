@@ -17,47 +17,47 @@ WORKLOADS = ("imagenet", "cifar10", "yolov3", "deepspeech2", "bert", "ncf")
 
 
 class Trace(NamedTuple):
-    """Columns of one length."""
+    """Columns of equal length."""
 
     nodes: Array
-    workers: Array  # in all
+    workers: Array  # over all nodes
     local_batch: Array
     step_s: Array
     sync_s: Array  # part of step_s in which the computation waited for the all-reduce
 
     @property
     def per_node(self) -> Array:
-        """Workers per node, the mean where nodes differ."""
+        """Workers per node; the mean if nodes differ."""
         return self.workers / self.nodes
 
     @property
     def compute_s(self) -> Array:
-        """The step without synchronization."""
+        """Step time without synchronization."""
         return self.step_s - self.sync_s
 
     def only(self, chosen: NDArray[np.bool_] | NDArray[np.intp]) -> Trace:
-        """Some of the rows."""
+        """Return some of the rows."""
         return Trace(*(column[chosen] for column in self))
 
 
 def folder() -> Path:
-    """Where the traces are: TULA_SHARED_DATA, or the folder `shared/data` beside the project."""
+    """Return the folder of the traces, below TULA_SHARED_DATA or below `shared/data` next to the project."""
     root = os.environ.get("TULA_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data")
     return Path(root) / "traces"
 
 
 def read_trace(workload: str) -> Trace:
-    """All rows of one workload.
+    """Read all rows of one workload.
 
     Raises:
-        FileNotFoundError: The traces are not here.
+        FileNotFoundError: The traces are not on this machine.
     """
     rows = [*_placements(folder() / workload), *_scalability(folder() / workload)]
     return Trace(*np.array(rows, dtype=np.float64).T)
 
 
 def single_workers(trace: Trace) -> Trace:
-    """One worker a node, two nodes or more."""
+    """Return the rows with one worker on each of two or more nodes."""
     return trace.only((trace.workers == trace.nodes) & (trace.nodes > 1))
 
 

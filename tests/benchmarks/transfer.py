@@ -1,21 +1,22 @@
-"""How well few points of a cluster predict the others, on public step times of clusters of all kinds, as JSON.
+"""How well few points of a cluster predict the others, on public step times of several kinds of clusters, as JSON.
 
     python -m tests.benchmarks.transfer tests/benchmarks/results/transfer.json
 
-Clusters, see `step_time_tables`: T4 (16 nodes, 1 to 4 GPUs a node), K80 (8 nodes of one), RTX 2080 Ti (3 nodes of 8),
-Quadro (one node of 4). A split takes what the fit sees and what it is compared with:
+Clusters, see `step_time_tables`: T4 (16 nodes of 1 to 4 GPUs), K80 (8 nodes of 1), RTX 2080 Ti (3 nodes of 8), Quadro
+(one node of 4). Each split is listed as the points that the fit sees → the points that it is compared with:
 
-- corners: one GPU a node; smallest and largest batch on the fewest nodes above one and on the most, with the
-  computation of every batch as one GPU takes it; the rest.
-- to 2 nodes, to 4 nodes: one GPU a node, up to so many nodes, all batches; more nodes, as far as 8.
-- one node, two nodes: several GPUs a node; more nodes.
-- few on large nodes: one GPU, a whole node and all nodes whole, smallest and largest batch; all other placements.
+- corners: one GPU per node, the smallest and largest batch on the fewest nodes above one and on the most nodes, and the
+  computation of every batch on one GPU → the other points with one GPU per node.
+- to 2 nodes, to 4 nodes: one GPU per node, at most 2 or 4 nodes, all batches → more nodes, up to 8.
+- one node, two nodes: several GPUs per node, at most 1 or 2 nodes → more nodes.
+- few on large nodes: one GPU, one whole node, and all nodes whole, each with the smallest and largest batch → all other
+  placements.
 
-Each figure is the mean over a cluster's workloads: of the median relative error, of the share of points in their 90 %
-interval (coverage), of the median of log(predicted / measured) (signed) and of that of the intervals' half width as a
-factor; beside it the error of the paper's plain sum. What is believed before anything is measured
-(`models.step_time_fit`) was chosen on these tables; `left out` says what those four that matter would have been chosen
-without each cluster, and the error there with them.
+Each number is a mean over a cluster's workloads: of the median relative error, of the share of points inside their 90 %
+interval (coverage), of the median of log(predicted / measured) (signed), and of the median half width of the intervals
+as a factor. The error of the paper's plain sum is given, too. The prior beliefs in `models.step_time_fit` were chosen
+on these tables; `left out` gives, for each cluster, the values of the four important ones that would have been chosen
+without it, and its error with these values.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from tula_hpc.analysis.models.step_time import StepTimeModel
 from tula_hpc.analysis.models.step_time_fit import FormName
 
 FARTHEST = 8
-# of beliefs: ring share, its spread, congestion's spread, departures' spread
+# values of beliefs to choose from: ring share, its spread, congestion's spread, departures' spread
 CHOICES = list(itertools.product((0.6, 0.8, 1.0), (0.3,), (0.08, 0.15), (0.1, 0.15, 0.2)))
 
 
 class Split(NamedTuple):
-    """Rows that a fit sees, and those it is compared with."""
+    """Rows that a fit sees, and rows that it is compared with."""
 
     cluster: str
     workload: str
@@ -50,7 +51,7 @@ class Split(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Of one split."""
+    """Numbers of one split, see the module."""
 
     error: float
     coverage: float
@@ -59,7 +60,7 @@ class Score(NamedTuple):
 
 
 def splits() -> Iterator[Split]:
-    """All splits of all clusters."""
+    """Yield all splits of all clusters."""
     for cluster, workload, table in read_tables():
         single = table.only(table.per_node == 1)
         sizes = np.unique(single.nodes)
@@ -86,14 +87,14 @@ def splits() -> Iterator[Split]:
 
 
 def _ends(table: Table, nodes: float, among: Any = True) -> Any:
-    """Mark the smallest and the largest batch on so many nodes."""
+    """Mark the smallest and the largest batch on a number of nodes."""
     inside = (table.nodes == nodes) & among
     batches = table.local_batch[inside]
     return inside & np.isin(table.local_batch, [batches.min(), batches.max()])
 
 
 def score(split: Split, form: FormName = "auto") -> Score:
-    """Fit what is seen, predict the others."""
+    """Fit the rows seen, and predict the others."""
     seen, others = split.seen, split.others
     compute = seen.compute_s if split.name in {"corners", "few on large nodes"} else None
     model = StepTimeModel(form).fit(seen.nodes, seen.local_batch, seen.step_s, seen.per_node, compute)
@@ -127,7 +128,7 @@ def all_scores(form: FormName = "auto", only: frozenset[str] | None = None) -> d
 
 
 def left_out() -> dict[str, Any]:
-    """Choose beliefs without each cluster, by the error where few nodes are measured, and say the error there."""
+    """Choose beliefs without each cluster, by the error when few nodes are measured; return the error on it."""
     transfer = frozenset({"corners", "to 2 nodes", "to 4 nodes", "two nodes"})
     believed, beliefs = step_time_fit.BELIEFS["nccl"], dict(step_time_fit.BELIEFS)
     before = step_time_fit.CONGESTION_SPREAD, step_time_fit.EFFECT_SPREAD

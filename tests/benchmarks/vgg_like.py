@@ -1,4 +1,4 @@
-"""A network with little computation and many weights, as VGG's head: a workload that synchronization dominates."""
+"""A network with little computation and many weights, like VGG's head: a workload dominated by synchronization."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def vgg_like(classes: int, image_size: int) -> nn.Module:
-    """Three convolutions and two wide linear layers, 5.4 million parameters for 32 pixels."""
+    """Return three convolutions and three linear layers, two of them wide; 5.4 million parameters for 32 pixels."""
     widths = (3, 16, 32, 64)
     layers: list[nn.Module] = []
     for before, after in pairwise(widths):
