@@ -1,19 +1,19 @@
-# make demo    profile, plan, train and report on this machine, with real data and real DDP (about a minute)
-# make unit    the tests to run after every change, which start no processes (under two minutes on two cores)
-# make test    every test that this machine can run, but for variations of others
-# make thorough  those variations, and what needs the machine to itself, before a release (minutes)
-# make gpu     the tests that need a GPU, checks of process groups, streams and memory on one, whole sweeps, and what an
-#              optimizer and checkpoints cost and a memory estimate misses there, into tests/benchmarks/results (25 minutes)
-# make slurm   install Slurm from Debian's packages for the real-Slurm tests (root)
-# make browser install chromium from Debian's packages for the tests of the report's page (root)
-# make picture the README's picture anew, the first page of the demo's report (chromium; on a machine that does nothing else)
-# make lint    ruff and mypy
-# make .venv   the set-up alone
+# make demo      profile, plan, train and report on this machine, with real data and real DDP (about a minute)
+# make unit      run after every change the tests that start no processes (under two minutes on two cores)
+# make test      run every test that this machine can run, except for variations of other tests
+# make thorough  before a release, run these variations, and the tests that need the machine to themselves (minutes)
+# make gpu       on a GPU: its tests, checks of process groups, streams and memory, whole sweeps, the cost of the
+#                optimizer and of checkpoints, the memory estimate's error; results in tests/benchmarks/results (25 minutes)
+# make slurm     install Slurm from Debian's packages for the real-Slurm tests (root)
+# make browser   install chromium from Debian's packages for the tests of the report's page (root)
+# make picture   renew the README's picture, the first page of the demo's report (chromium; on an idle machine)
+# make lint      run ruff and mypy
+# make .venv     only set up .venv
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-# a module is compiled once, not at every start of a process
+# let Python keep compiled modules, so that processes do not compile them again at every start
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo unit test thorough gpu slurm browser picture lint .venv clean
@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		--only-binary :all: --require-hashes --requirement constraints.txt
-	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true # on all cores, which pip does not; templates are no Python
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true # on all cores, unlike pip; templates are no Python
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 	@echo ".venv is ready"
@@ -34,24 +34,24 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: .venv/.ready
 	@$(BIN)/python -m tula_hpc.sweep sweeps/quickstart.toml
 
-# as many workers as cores: none of these tests waits for a process
+# one pytest worker per core, six at most: none of these tests waits for a process
 unit: .venv/.ready
 	@cores=$$(nproc); $(BIN)/python -m pytest -q --numprocesses $$((cores < 6 ? cores : 6)) \
 		--dist loadscope -m "not thorough and not processes" \
 		--ignore tests/attach --ignore tests/local --ignore tests/slurm
 
-# jobs on the test cluster, jobs on this machine, scripts of a user's own, each one test after another, and beside them,
-# with what they leave of the processors, all that starts no jobs
+# Tests with jobs on the test cluster, with jobs on this machine and with a user's scripts run one after another within
+# each of these groups. The tests that start no jobs run at the same time, on what is left of the processors.
 test: .venv/.ready
 	@cores=$$(nproc); $(BIN)/python -m pytest --numprocesses $$((cores < 4 ? cores + 1 : 6)) \
 		--dist loadscope --no-loadscope-reorder -m "not thorough"
 
-# at last what measures
+# the tests that compare measured times come last and run alone
 thorough: .venv/.ready
 	@$(BIN)/python -m pytest -m "thorough and not alone" --numprocesses 2 --dist loadscope
 	@$(BIN)/python -m pytest -m alone tests/slurm
 
-# each part runs whatever became of those before it; the exit code says whether all were well
+# all parts run even if one fails; the exit code is 0 only if all passed
 RESULTS := tests/benchmarks/results
 gpu: .venv/.ready
 	@failed=; part() { echo "== $$1"; shift; "$$@" || failed=1; }; \
@@ -61,11 +61,11 @@ gpu: .venv/.ready
 		$(BIN)/python -m tests.benchmarks.gpu_checks --out $(RESULTS)/gpu_checks.json; \
 	part "whole sweeps, of the loop and of scripts" \
 		$(BIN)/python -m tests.benchmarks.gpu_sweeps build/gpu_sweeps --out $(RESULTS)/gpu_sweeps.json; \
-	part "what scaling gradients adds to a step" \
+	part "the cost of scaling gradients in a step" \
 		$(BIN)/python -m tests.benchmarks.optimizer_overhead --device cuda --seconds 20 --out $(RESULTS)/optimizer_overhead_cuda.json; \
-	part "what the memory estimate misses by" \
+	part "the error of the memory estimate" \
 		$(BIN)/python -m tests.benchmarks.memory_estimate --device cuda --out $(RESULTS)/memory_estimate_cuda.json; \
-	part "what checkpoints cost" \
+	part "the cost of checkpoints" \
 		$(BIN)/python -m tests.benchmarks.checkpoint_cost build --device cuda --out $(RESULTS)/checkpoint_cost_cuda.json; \
 	test -z "$$failed"
 

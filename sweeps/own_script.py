@@ -1,4 +1,4 @@
-"""An ordinary training script: handwritten digits, its own loop, DistributedDataParallel under torchrun.
+"""An ordinary training script: handwritten digits, its own loop, DistributedDataParallel (torchrun).
 
 python sweeps/own_script.py --batch-size 64
 torchrun --nproc-per-node 2 sweeps/own_script.py --batch-size 32
