@@ -57,7 +57,7 @@ REASONS = {
     Why.SAMPLES: "the data has no full batch",
     Why.OUT_OF_MEMORY: "does not fit in memory",
     Why.MEMORY: "does not fit in memory",
-    Why.UNSEEN: "may not fit in memory, of which no batch near it was measured",
+    Why.UNSEEN: "may not fit in memory, as no batch near it was measured",
     Why.FOREVER: "needs longer jobs than train_minutes allows",
 }
 # reasons that replace those above on spot nodes

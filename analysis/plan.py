@@ -52,7 +52,9 @@ if TYPE_CHECKING:
     from tula_hpc.analysis.planning.candidates import Partition
     from tula_hpc.analysis.what_if import WhatIf
 
-NEW_RUN = "start a sweep with these values and a new --run-dir, as the run's own may not want it"
+NEW_RUN = (
+    "start a sweep with these values and a new --run-dir, as the run's own sweep may not profile it"
+)
 
 
 def make_plan(
@@ -178,7 +180,7 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
     if options.write:
         _refuse_trained(run)
         if trains_otherwise:
-            message = f"--write may change [objective] alone; to train with these values: {trains_otherwise}"
+            message = f"--write can change only [objective]; to train with these values: {trains_otherwise}"
             raise InputError(message, source=run.plan_file)
     read = run.measurements()
     told = run.read_events()
@@ -239,12 +241,12 @@ def _how_to_train(options: argparse.Namespace, run: RunDirectory, trains_otherwi
     if run.has_trained():
         return "The training of this run keeps the plan that it began with."
     train = command_line(*_sweep_again(run))
-    told = "To train by it, without measuring again:"
+    told = "To train with this plan, without measuring again:"
     if trains_otherwise:
         train = trains_otherwise
         told = "To train with these values:"
     elif (options.set or options.objective) and not options.write:
-        told = "With --write the run follows it; to train then:"
+        told = "With --write the run follows this plan; to train then:"
     return f"{told}\n  {train}"
 
 
@@ -275,9 +277,9 @@ def _what_if(rows: Sequence[WhatIf]) -> str:
 def _refuse_trained(run: RunDirectory) -> None:
     if run.has_trained():
         message = (
-            "the training of this run follows it, so that it is not replaced: leave out --write to "
-            "see the other plan; to train by it over the same measurements, move "
-            f"{run.root / 'train'} away first, which holds what is trained"
+            "the training of this run follows this plan, so that it is not replaced: leave out "
+            "--write to see the other plan; to train with that on the same measurements, first "
+            f"move {run.root / 'train'} away, which holds its results"
         )
         raise InputError(message, source=run.plan_file)
 

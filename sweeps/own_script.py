@@ -21,10 +21,12 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--batch-size", type=int, default=64, help="of one process")
+    parser.add_argument(
+        "--batch-size", type=int, default=64, help="samples in a step of one process"
+    )
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--lr", type=float, default=0.05)
-    parser.add_argument("--resume", type=Path, help="checkpoint to go on from, if it is there")
+    parser.add_argument("--resume", type=Path, help="checkpoint to resume from, if it exists")
     options = parser.parse_args()
 
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -99,13 +99,13 @@ def measured_save_s(events: Iterable[Event]) -> float | None:
 def describe(save_s: float | None, pricing: PricingSpec, resume: Resume = Resume.CHECKPOINT) -> str:
     """Return a sentence on the cost of a save and its source."""
     if resume is Resume.NOTHING:
-        return "the script saves nothing to go on from, so that no time of saving is expected"
+        return "the script saves nothing to resume from, so that no time for saving is expected"
     if resume is Resume.EPOCH:
-        saving = "what it saves is in the time between its epochs"
+        saving = "the time between its epochs includes saving"
         if save_s is None:
-            saving = "saving costs pricing.checkpoint_write_s each"
+            saving = "each save costs pricing.checkpoint_write_s"
         return (
-            "after an interruption the script goes on by its own checkpoint, as far as is "
+            "after an interruption the script resumes from its own checkpoint, as far as is "
             f"known from the end of an epoch; {saving}"
         )
     if save_s is not None:

@@ -765,9 +765,9 @@ def test_what_is_free_is_chosen_by_its_time(run: RunDirectory, capsys: pytest.Ca
 def test_the_command_replaces_the_plan_only_when_asked(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     run.plan_file.write_text("mine")
     main([str(run.root)])
-    assert "\nTo train by it, without measuring again:\n  " in capsys.readouterr().out
+    assert "\nTo train with this plan, without measuring again:\n  " in capsys.readouterr().out
     main([str(run.root), "--objective", "cost"])
-    assert "\nWith --write the run follows it; to train then:\n" in capsys.readouterr().out
+    assert "\nWith --write the run follows this plan; to train then:\n" in capsys.readouterr().out
     values = ["--set", "workload.epochs=7", "--set", "pricing.usd_per_node_hour=2"]
     main([str(run.root), *values, "--objective", "cost"])
     train = command_line("sweep", str(run.sweep_file), "--cluster", str(run.cluster_file), "--run-dir", str(run.root))
@@ -775,7 +775,9 @@ def test_the_command_replaces_the_plan_only_when_asked(run: RunDirectory, capsys
     assert told in capsys.readouterr().out
     for value in values[1::2]:
         assert main([str(run.root), "--set", value, "--write"]) == 2
-        assert capsys.readouterr().err.endswith(f"alone; to train with these values: {train} --set {value}\n")
+        assert capsys.readouterr().err.endswith(
+            f"only [objective]; to train with these values: {train} --set {value}\n"
+        )
     assert run.plan_file.read_text() == "mine"
     assert main([str(run.root), "--write"]) == 0
     assert run.read_plan() == make_plan(load_sweep(run.sweep_file, check_paths=False), cluster(), CORNERS)
@@ -795,7 +797,7 @@ def test_the_plan_of_a_training_is_not_replaced(
     assert main([str(run.root), "--objective", "cost", "--write"]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith(f"{run.plan_file}: the training of this run follows it")
+    assert said.err.startswith(f"{run.plan_file}: the training of this run follows this plan")
     assert "leave out --write" in said.err
     assert said.err.count("\n") == 1
     assert run.plan_file.read_bytes() == written

@@ -205,7 +205,7 @@ def _trained_in_pair(rank: int, kind: str, folder: Path) -> dict[str, Tensor]:
     assert loaded is not None
     names = {id(parameter): name for name, parameter in worker.model.named_parameters()}
     kept = _flat([loaded.state["model"][names[id(parameter)]] for parameter in worker.parameters])
-    assert torch.equal(kept, then), "the checkpoint is not of the moment at which it was begun"
+    assert torch.equal(kept, then), "the checkpoint does not hold the weights of the moment at which it began"
     worker.release()
     return {"losses": torch.stack(losses).cpu(), "norms": torch.tensor(norms), "weights": _flat(worker.parameters)}
 
@@ -305,7 +305,7 @@ def check_profile(device: torch.device) -> dict[str, Any]:
     rows = {str(batch): _profiled(device, batch) for batch in batches}
     wrong = {batch: row for batch, row in rows.items() if abs(row["ratio"] - 1) > PROFILE_ERROR}
     # on CPU other work disturbs either time too much for a comparison
-    assert not wrong or device.type == "cpu", f"a profile's step time and a free one's: {wrong}"
+    assert not wrong or device.type == "cpu", f"a profile's step time is not that of free steps: {wrong}"
     return rows
 
 
@@ -383,7 +383,7 @@ def _ending(call: Callable[[], object]) -> str:
 def check_tight(device: torch.device) -> dict[str, Any]:
     """Train three networks for some steps in no more memory than is estimated before any profile."""
     if device.type == "cpu":
-        return {"skipped": "the estimate there is of the whole process"}
+        return {"skipped": "on CPU the estimate is of the whole process"}
     fits = {}
     for model, size, batch in (("resnet50", 64, 128), ("mobilenet_v3_large", 224, 64), ("vgg11", 32, 512)):
         spec = sweep("lbt", workload={"model": model, "dataset": "synthetic", "image_size": size})
@@ -392,7 +392,7 @@ def check_tight(device: torch.device) -> dict[str, Any]:
         with allowed(peak, device):
             fits[model] = _trains(spec, cluster, batch)
         torch.cuda.empty_cache()
-    assert all(fits.values()), f"no room in what was estimated: {fits}"
+    assert all(fits.values()), f"the estimated memory is not enough: {fits}"
     return {"fits": fits}
 
 
@@ -466,7 +466,7 @@ def main() -> None:
         print(json.dumps(CHECKS[options.one](device)))
         return
     if device.type == "cuda" and not torch.cuda.is_available():
-        sys.exit("torch sees no GPU; --device cpu shows what can be shown without")
+        sys.exit("torch sees no GPU; --device cpu runs the checks that need none")
     result = facts(device) | {"checks": {}}
     for name in options.only:
         print(f"{name} ...", file=sys.stderr, end=" ", flush=True)

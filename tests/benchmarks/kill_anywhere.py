@@ -143,7 +143,7 @@ class Case:
             *([] if (submitted["profile"], submitted["train"]) == (CONFIGURATIONS, 1) else [f"jobs: {submitted}"]),
             *([] if (self.run.report / "report.html").exists() else ["there is no report"]),
             *([] if self.run.train().read_result() is not None else ["there is no training result"]),
-            *([] if self.training() == undisturbed.training() else ["the training is another one"]),
+            *([] if self.training() == undisturbed.training() else ["the training differs from the undisturbed one"]),
             *self._wrong_names(),
         ]
 

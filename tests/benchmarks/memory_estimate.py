@@ -191,7 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.memory_estimate")
     parser.add_argument("--device", choices=sorted(CASES), default="cpu")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--jobs", type=int, default=1, help="cases side by side, where the device has room for them")
+    parser.add_argument("--jobs", type=int, default=1, help="cases at the same time, if the device has room for them")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:

@@ -226,7 +226,12 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(IMAGE_SIZES))
     parser.add_argument("--batch", type=int, nargs="+", default=[128], help="one for all models, or one for each")
     parser.add_argument("--image-size", type=int, help="pixels, for all; default: 32 for vgg11 (CIFAR), else 224")
-    parser.add_argument("--seconds", type=float, default=300.0, help="of whole steps for each model; half of it on top")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=300.0,
+        help="for whole steps of each model, plus half of that for the optimizer alone",
+    )
     parser.add_argument("--out", type=Path, help="JSON file; default: standard output")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
