@@ -238,11 +238,11 @@ def attribute(measured: StepParts, expected: StepParts, deviation_s: float) -> s
     if deviation_s == 0.0:
         return "unknown"
     shares = {part: extra_s(measured, expected, part) / deviation_s for part in PARTS}
-    now = measured.compute_time_s
-    then = expected.compute_time_s
+    measured_s = measured.compute_time_s
+    expected_s = expected.compute_time_s
     slow = False
-    if shares["compute"] > 0.0 and now and then:
-        slow = max(now / then, then / now) > STARVED_TIMES
+    if shares["compute"] > 0.0 and measured_s and expected_s:
+        slow = max(measured_s / expected_s, expected_s / measured_s) > STARVED_TIMES
     alone = shares["network"] > ALONE_FROM and shares["compute"] < NAMED_FROM
     if shares["network"] > 0.0 and (slow or shares["compute"] > STARVED_FROM) and not alone:
         shares["compute"] += shares["network"]
@@ -253,9 +253,9 @@ def attribute(measured: StepParts, expected: StepParts, deviation_s: float) -> s
 
 def extra_s(measured: StepParts, expected: StepParts, part: str) -> float:
     """Return the seconds that a part takes longer than expected; 0 if either time is unknown."""
-    now = getattr(measured, PARTS[part])
-    then = getattr(expected, PARTS[part])
-    return 0.0 if now is None or then is None else float(now - then)
+    measured_s = getattr(measured, PARTS[part])
+    expected_s = getattr(expected, PARTS[part])
+    return 0.0 if measured_s is None or expected_s is None else float(measured_s - expected_s)
 
 
 def describe_drift(events: Iterable[Event]) -> str:

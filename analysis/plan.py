@@ -183,14 +183,14 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
             message = f"--write can change only [objective]; to train with these values: {trains_otherwise}"
             raise InputError(message, source=run.plan_file)
     read = run.measurements()
-    told = run.read_events()
-    damage = [*damaged_footprints(run.root), *read.damage, *told.damage]
+    events = run.read_events()
+    damage = [*damaged_footprints(run.root), *read.damage, *events.damage]
     if not options.write:
         damage += _damaged_plan(run)
     for words in damage:
         print(f"warning: {words}", file=sys.stderr)
     refuse_several(run, read.records)
-    trained = Trained(read_metrics(run.train().metrics_file), told.records)
+    trained = Trained(read_metrics(run.train().metrics_file), events.records)
     refuse_lost_measurements(run, read.records)
     try:
         plan = make_plan(
@@ -241,13 +241,13 @@ def _how_to_train(options: argparse.Namespace, run: RunDirectory, trains_otherwi
     if run.has_trained():
         return "The training of this run keeps the plan that it began with."
     train = command_line(*_sweep_again(run))
-    told = "To train with this plan, without measuring again:"
+    introduction = "To train with this plan, without measuring again:"
     if trains_otherwise:
         train = trains_otherwise
-        told = "To train with these values:"
+        introduction = "To train with these values:"
     elif (options.set or options.objective) and not options.write:
-        told = "With --write the run follows this plan; to train then:"
-    return f"{told}\n  {train}"
+        introduction = "With --write the run follows this plan; to train then:"
+    return f"{introduction}\n  {train}"
 
 
 def _damaged_plan(run: RunDirectory) -> list[str]:

@@ -44,11 +44,11 @@ def measured(module: str, run: Path) -> dict[str, float]:
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=Path(__file__).parents[2]
     )
-    said = process.stderr.read() if process.stderr else b""
+    errors = process.stderr.read() if process.stderr else b""
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {said.decode()}")
+        raise RuntimeError(f"{' '.join(command)}: {errors.decode()}")
     return {
         "elapsed_s": round(time.perf_counter() - started, 1),
         "processor_s": round(usage.ru_utime + usage.ru_stime, 1),

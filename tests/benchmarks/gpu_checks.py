@@ -242,8 +242,8 @@ def counted(device: torch.device) -> Iterator[Counter[str]]:
             yield waits
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    told = (each for each in caught if "synchronizing CUDA operation" in str(each.message))
-    waits.update(f"{each.filename}:{each.lineno}" for each in told)
+    synchronizing = (each for each in caught if "synchronizing CUDA operation" in str(each.message))
+    waits.update(f"{each.filename}:{each.lineno}" for each in synchronizing)
 
 
 PAPER: dict[str, Any] = {"preset": "paper", "small_batch": 8, "update_interval_epochs": 0.01}

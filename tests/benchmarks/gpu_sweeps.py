@@ -142,10 +142,10 @@ def swept(name: str, work: Path, device: str) -> dict[str, Any]:
     row: dict[str, Any] = {"ok": done.returncode == 0, "seconds": round(time.perf_counter() - started, 1)}
     if done.returncode:
         return row | {"error": (done.stdout + done.stderr).strip().splitlines()[-15:]}
-    return row | told(RunDirectory(work / stem))
+    return row | outcome(RunDirectory(work / stem))
 
 
-def told(run: RunDirectory) -> dict[str, Any]:
+def outcome(run: RunDirectory) -> dict[str, Any]:
     """Return what a finished sweep predicted, measured and took."""
     contents = read_run(run)
     plan = run.read_plan()

@@ -74,14 +74,14 @@ class Watch:
     def __init__(self, folder: Path, batch: int, rank: int = 0, workers: int = 1, **settings: Any) -> None:
         run = RunDirectory(folder / f"run-{batch}-{rank}").create()
         run.make_train()
-        told = TrainSettings(
+        own_settings = TrainSettings(
             root=run.root, label="main", job_id="1", samples=10**9, global_batch=batch * workers,
             log_interval_steps=LOG_STEPS, between_s=3600.0, configuration=(1, workers, batch), **settings,
         )  # fmt: skip
-        said = run.root / "said.json"
+        report = run.root / "said.json"
         spec = ChildSpec(
-            mode="train", program=Script(Path("x.py"), None, ()), home=folder, said=said, parent=0, rank=rank,
-            world_size=workers, settings=told.model_dump(),
+            mode="train", program=Script(Path("x.py"), None, ()), home=folder, said=report, parent=0, rank=rank,
+            world_size=workers, settings=own_settings.model_dump(),
         )  # fmt: skip
         self.plain = dataloader._BaseDataLoaderIter.__next__
         self.training = ScriptTraining(spec)

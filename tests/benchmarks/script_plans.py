@@ -83,7 +83,7 @@ def main(work: Path, output: Path, names: list[str]) -> None:
             print(number, script, found[script][-1], flush=True)
         errors = {script: [row["error"] for row in rows] for script, rows in found.items()}
         means = {script: round(fmean(row), 4) for script, row in errors.items()}
-        told = {
+        totals = {
             "cores": os.cpu_count(),
             "limit": LIMIT,
             "rounds": number + 1,
@@ -92,7 +92,7 @@ def main(work: Path, output: Path, names: list[str]) -> None:
             "mean": means,
             "deviation": {s: round(stdev(row) / len(row) ** 0.5, 4) for s, row in errors.items() if len(row) > 1},
         }
-        output.write_text(json.dumps({**told, "sweeps": found}, indent=1) + "\n")
+        output.write_text(json.dumps({**totals, "sweeps": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
