@@ -169,7 +169,7 @@ class Spread(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A method (or variant) at one batch; runs that diverged, failed or are missing are counted."""
+    """A method (or variant) at one batch; runs that diverged or failed are only counted."""
 
     column: str
     batch: int

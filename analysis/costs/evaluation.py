@@ -19,10 +19,10 @@ Its samples are unknown:
 It comes from profiles that reached the end of an epoch, else from the training's own epochs.
 Without either it is unknown, and the plan says so.
 
-A job's start lasts until its first step, and every restart pays for it. Profile jobs measure it,
-each with its first configuration; else it is `pricing.restart_s`. No job can measure its own end,
-from its last work until the scheduler has its nodes back. If starts were measured, an end is
-`END_SHARE` of a start; a start stated in the prices is taken to include the end.
+A job's start lasts until its first step, and every restart pays for it. It is `pricing.restart_s`
+if that is set, else as profile jobs measured it, each with its first configuration. No job can
+measure its own end, from its last work until the scheduler has its nodes back. With a measured
+start, the end is `END_SHARE` of it; a start set in the prices is taken to include the end.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class TrainingBill(NamedTuple):
         return abs(self.parts[part].excess) >= NOTEWORTHY_SHARE * self.whole.expected
 
     def most_of_it(self) -> TimePart | None:
-        """Return the part that moved the whole time most; None if that is within its interval."""
+        """Return the part that moved the whole time most; None if that time is in its interval."""
         if self.whole.verdict not in (PromiseVerdict.MORE, PromiseVerdict.LESS) or not self.parts:
             return None
         way = 1.0 if self.whole.verdict is PromiseVerdict.MORE else -1.0

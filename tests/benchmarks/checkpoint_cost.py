@@ -5,7 +5,7 @@
 Checkpoints go to FOLDER, so that its file system is part of the measurement. A round takes the same number of training
 steps three times, in a random order: without a checkpoint, with one that is written before the first step (`blocking`),
 and with one that is copied before the first step and written during the steps (`overlapped`; if it is not on disk after
-the last step, the end is waited for). All three share the same model, data and momenta. The cost is the difference from
+the last step, its writing is waited for). All three share model, data and momenta. The cost is the difference from
 the steps without a checkpoint in the same round; the 90 % interval of its median comes from resampled rounds. `stall_s`
 is how long the steps were held up. The result also has the checkpoint interval that a training with that cost would
 choose, with one interruption a day, and the share of its time that saving takes: at that interval, and at the longest.

@@ -64,7 +64,7 @@ class Point(NamedTuple):
     lr: float
     eigenvalue: float
     residual: float
-    fixed_norm: float  # of the gradient on the fixed samples
+    fixed_norm: float  # norm of the gradient on the fixed samples
     batch_norm: float  # norm of the batch's gradient, median over the steps
     variability: float  # median of Δ(G) over the steps
     loss: float  # mean over the steps

@@ -338,7 +338,7 @@ def _free_run(worker: Worker, batches: Iterator[Any]) -> float:
 
 
 def check_out_of_memory(device: torch.device) -> dict[str, Any]:
-    """A profile job that runs out of memory records that and ends; then the process can still measure what fits."""
+    """Let a profile job run out of memory: it records that and ends, and the process can still measure what fits."""
     spec = sweep("lbt", workload={"dataset": IMAGES, "image_size": 64, "augment": False})
     cluster = ClusterSpec.model_validate({"device": device.type})
     with tempfile.TemporaryDirectory() as name:

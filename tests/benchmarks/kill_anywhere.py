@@ -228,7 +228,7 @@ def _strike(case: Case, job_id: str, how: str, moments: random.Random) -> None:
             case.cluster.run("scontrol", "requeue", job_id)
         else:
             case.cluster.kill_task(job_id, 0)
-    except (ClusterError, KeyError, ProcessLookupError):  # it had ended by then
+    except (ClusterError, KeyError, ProcessLookupError):  # the job had ended by then
         return
     case.kills.append({"after_s": round(after_s, 2), "how": how, "at": stands_at})
 

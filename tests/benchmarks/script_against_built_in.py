@@ -4,11 +4,11 @@
 
 Each profile has one worker with one thread, in its own process. The two profiles of a pair run at the same time, each
 on its own core, and swap cores from pair to pair: the machine's speed, which changes within a minute, affects both.
-`ratio` is the script's number over the built-in's: pairs are taken by twos, one on either core, and the median is over
-the geometric means of the twos. `deviation` is the standard deviation of `ratio` over resampled twos, and `pairs` has
-the least, median and largest ratio of a pair. The limit of 3 % is on `step_time_s`. The parts are measured in different
-ways, as a script's computation can only be seen within its steps: `compute_time_s` and `optimizer_time_s` show how much
-that differs. `peak_bytes` is the growth of the process.
+`ratio` is the script's number over the built-in's: each two pairs with swapped cores give a geometric mean,
+and `ratio` is the median of these. `deviation` is the standard deviation of `ratio` over resampled means, and `pairs`
+has the least, median and largest ratio of a pair. The limit of 3 % is on `step_time_s`. The parts are measured in
+different ways, as a script's computation can only be seen within its steps: `compute_time_s` and `optimizer_time_s`
+show how much that differs. `peak_bytes` is the growth of the process.
 """
 
 from __future__ import annotations

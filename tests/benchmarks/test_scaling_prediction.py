@@ -17,7 +17,7 @@ MORE = [Configuration(2, 1, 64), Configuration(4, 1, 64), Configuration(2, 1, 25
 
 
 def exact(where: Configuration, second: int) -> str:
-    """A measurement without noise, as a line."""
+    """Return a measurement without noise, as a line of a records file."""
     row = measurement(where, finished_at=STARTED_AT + second)
     assert row.times is not None
     times = row.times.model_copy(update={"step_time_s": step_time_s(where)})

@@ -6,7 +6,7 @@ Clusters, see `step_time_tables`: T4 (16 nodes of 1 to 4 GPUs), K80 (8 nodes of 
 (one node of 4). Each split is listed as the points that the fit sees → the points that it is compared with:
 
 - corners: one GPU per node, the smallest and largest batch on the fewest nodes above one and on the most nodes, and the
-  computation of every batch on one GPU → the other points with one GPU per node.
+  computation of every batch on one GPU → the other points on several nodes, with one GPU per node.
 - to 2 nodes, to 4 nodes: one GPU per node, at most 2 or 4 nodes, all batches → more nodes, up to 8.
 - one node, two nodes: several GPUs per node, at most 1 or 2 nodes → more nodes.
 - few on large nodes: one GPU, one whole node, and all nodes whole, each with the smallest and largest batch → all other
