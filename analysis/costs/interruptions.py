@@ -10,7 +10,7 @@ would cost more than `MAX_SHARE` of the training: the bound on the cost takes pr
 also saves at the end of an epoch, if the last save is at least δ / `MAX_SHARE` ago, or always if
 the user has set T.
 
-Preemptions are modelled as a Poisson process with mean time M between them. With a checkpoint of δ
+Preemptions are modeled as a Poisson process with mean time M between them. With a checkpoint of δ
 seconds after every τ seconds of work and R seconds to restart, work of T_s seconds takes on average
 (J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future
 Generation Computer Systems 22, 2006, equations 20 and 37)
