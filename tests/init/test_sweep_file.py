@@ -51,6 +51,15 @@ p.add_argument("--batch_size", type=int, default=12)
 p.add_argument("--max_iters", type=int, default=600000)
 p.add_argument("--warmup_iters", type=int, default=2000)
 """
+CONFIGURATOR = """
+batch_size = 12
+gradient_accumulation_steps = 5 * 8
+ddp_world_size = 8
+max_iters = 600000
+config_keys = [k for k, v in globals().items() if isinstance(v, (int, float, bool, str))]
+exec(open("configurator.py").read())
+gradient_accumulation_steps //= ddp_world_size
+"""
 CLICK = """
 import click
 @click.command()
@@ -207,6 +216,7 @@ NOTHING = "batch_size = 64\nmodel = build()\n"
         (CLICK_GROUP, "--seed {seed} fit --bs {local_batch} --epochs {epochs}", {"epochs": 6}),
         (TYPER_COMMANDS, "--seed {seed} train-it --bs {local_batch} --epochs {epochs}", {"epochs": 3}),
         (DATACLASS, "--batch-size {local_batch} --seed {seed}", {"seed": 5}),
+        (CONFIGURATOR, "--batch_size={local_batch} --max_iters={steps} --gradient_accumulation_steps={workers}", {}),
     ],
     ids=[
         *(
@@ -223,6 +233,7 @@ NOTHING = "batch_size = 64\nmodel = build()\n"
             "absl",
         ),
         *("hydra", "of the node", "of a model", "subcommands", "click group", "typer commands", "dataclass"),
+        "configurator",
     ],
 )
 def test_a_script_of_any_style_gets_its_batch(
@@ -260,6 +271,18 @@ def test_arguments_of_a_run_that_a_file_lacks_are_added_and_no_more_required(com
     names = {"-b": "--batch-size", "-o": "--out", "-s": "--seed"}
     short = ["-b", "{global_batch}", "-o", "y", "-s", "7"]
     assert with_arguments(whole, short, names) == (whole, [])
+
+
+def test_passes_that_a_script_divides_among_its_workers_are_in_the_batch_of_a_step(
+    commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_site(commands, [Made("gpu", nodes=6, gres="gpu:2")])
+    (tmp_path / "train.py").write_text(CONFIGURATOR)
+    assert main([str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "train.py")]) == 0
+    text = (tmp_path / "train.toml").read_text()
+    assert "\nbase_batch = 480 " in text
+    assert "accumulation = " not in text
+    assert "--batch_size=12 --gradient_accumulation_steps=1\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

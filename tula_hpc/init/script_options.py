@@ -2,13 +2,14 @@
 
 This finds options of argparse and click, absl's flags, parameters and fields of the functions and
 dataclasses from which typer, Fire, tyro or Hugging Face's `HfArgumentParser` make a command line,
-and the keys that a script with Hydra reads.
+the keys that a script with Hydra reads, and variables that a script lets nanoGPT's configurator set.
 """
 
 from __future__ import annotations
 
 import ast
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -65,6 +66,8 @@ class ScriptOptions(NamedTuple):
     command: str = ""
     # True if the script imports from its own package, which works only if it is run as a module
     is_in_package: bool = False
+    # True if `accumulation` is the passes of all workers, among which the script divides them
+    shares_passes: bool = False
 
     def words(self, values: Iterable[tuple[Option | None, str]]) -> list[str]:
         """Return a command line that gives options these values; skip values without an option."""
@@ -97,6 +100,8 @@ _GLOBAL = re.compile(
 # words in a help text that mean a node's batch; with one worker for each GPU it is a worker's batch
 _OF_A_NODE = re.compile(r"\b(?:a|the|the current|current|each|per|this) node\b")
 _OF_A_WORKER = re.compile(r"\b(?:each|per) (?:gpu|worker|rank|process|device)\b")
+# names of the number of workers
+_OF_WORKERS = re.compile(r"world_?size|num_(?:processes|workers|gpus)", re.IGNORECASE)
 _OF_BATCHES = "train|training|per|device|gpu|rank|worker|local|micro|mini|global|total|effective"
 _ROLES = {
     "batch": rf"(?:(?:{_OF_BATCHES})_?)*batch(?:_?size)?(?:_per_[a-z]+)?|bs",
@@ -144,7 +149,7 @@ def read_options(path: Path) -> ScriptOptions:
         raise ValueError(f"cannot be read: {error.strerror}") from None
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ValueError(f"is not valid Python: {error}") from None
-    options = [*_declared(tree), *_made(tree), *_of_hydra(tree)]
+    options = [*_declared(tree), *_made(tree), *_of_hydra(tree), *_of_configurator(tree)]
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     names |= {name.rpartition(".")[2] for name in _imported(tree)}
@@ -165,6 +170,8 @@ def read_options(path: Path) -> ScriptOptions:
         is_kept=not names.isdisjoint(_KEEPING) and "tula_hpc.attach" in _imported(tree),
         command=command,
         is_in_package=any(isinstance(n, ast.ImportFrom) and n.level > 0 for n in ast.walk(tree)),
+        shares_passes=roles["accumulation"] is not None
+        and not _divided_by_workers(tree).isdisjoint(roles["accumulation"].names),
     )
 
 
@@ -386,6 +393,19 @@ def _of_hydra(tree: ast.Module) -> Iterator[Option]:
             yield Option(f"{'.'.join(keys[1:])}=", (_written(keys[-1]),))
 
 
+def _of_configurator(tree: ast.Module) -> Iterator[Option]:
+    """Yield the variables that nanoGPT's `configurator.py`, executed below them, sets.
+
+    It takes them from the command line as `--name=value`.
+    """
+    executing = [node for node in tree.body if isinstance(node, ast.Expr)]
+    lines = [node.lineno for node in executing if _last_name(node.value) == "exec"]
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and node.lineno < min(lines, default=0):
+            for name in filter(None, map(_last_name, node.targets)):
+                yield Option(f"--{name}=", (_written(name),), _value(node.value, {}))
+
+
 def _decorators(tree: ast.Module) -> Iterator[ast.expr]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
@@ -399,6 +419,17 @@ def _keys_of(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Attribute) and (before := _keys_of(node.value)):
         return [*before, node.attr]
     return []
+
+
+def _divided_by_workers(tree: ast.Module) -> set[str]:
+    """Return the names of what the script divides by its number of workers."""
+    quotients: list[tuple[ast.expr, ast.expr]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.FloorDiv):
+            quotients.append((node.target, node.value))
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
+            quotients.append((node.left, node.right))
+    return {_last_name(of) for of, by in quotients if _OF_WORKERS.search(ast.unparse(by))}
 
 
 def _saved(tree: ast.Module) -> Iterator[str]:
@@ -432,9 +463,13 @@ def _constants(tree: ast.Module) -> dict[str, Any]:
 
 
 def _value(node: ast.expr | None, constants: dict[str, Any]) -> Any:
-    """Return the value of a literal, or of a constant's name; None for anything else."""
+    """Return the value of a literal, a constant's name or a product; None for anything else."""
     if isinstance(node, ast.Name):
         return constants.get(node.id)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        factors = [_value(side, constants) for side in (node.left, node.right)]
+        is_product = all(isinstance(factor, int | float) for factor in factors)
+        return math.prod(factors) if is_product else None
     try:
         return None if node is None else ast.literal_eval(node)
     except ValueError:

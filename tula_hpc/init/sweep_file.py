@@ -67,6 +67,7 @@ class Script(NamedTuple):
         values = [
             (options.batch, str(self.batch)),
             (options.epochs, str(TRIAL_EPOCHS)),
+            (options.accumulation if options.shares_passes else None, "1"),
             *((each, "...") for each in options.required),
         ]
         if options.epochs is None and _number(options.steps, 2**62) is None:
@@ -126,7 +127,7 @@ def _workload(script: Script) -> Iterator[Line]:
         yield Line("epochs", epochs, "the script's own default")
     if options.seed is not None:
         yield Line("seed", _number(options.seed, LARGEST_SEED) or 0, "seed that the script gets")
-    if options.accumulation is not None:
+    if options.accumulation is not None and not options.shares_passes:
         yield Line("accumulation", _passes(options), "forward passes in a step")
     yield from _resume(options)
     if options.resume is None and not options.is_kept:
@@ -155,7 +156,7 @@ def _arguments(options: ScriptOptions) -> Iterator[Line]:
                 (None if options.epochs else options.steps, "{steps}"),
                 (options.seed, "{seed}"),
                 (options.nodes, "{nodes}"),
-                (options.accumulation, "{accumulation}"),
+                (options.accumulation, "{workers}" if options.shares_passes else "{accumulation}"),
             ]
         )
         whose = "a step over all workers" if options.is_global else "one forward pass of one worker"
@@ -250,7 +251,8 @@ def _base_batch(script: Script, cluster: ClusterSpec) -> int:
     if script.options.is_global:
         return script.batch
     passes = _own_passes(script.options)
-    return min(script.batch * passes * cluster.parts()[0].workers_per_node, LARGEST_BATCH)
+    workers = 1 if script.options.shares_passes else cluster.parts()[0].workers_per_node
+    return min(script.batch * passes * workers, LARGEST_BATCH)
 
 
 def _own_passes(options: ScriptOptions) -> int:
@@ -259,8 +261,8 @@ def _own_passes(options: ScriptOptions) -> int:
 
 
 def _passes(options: ScriptOptions) -> int:
-    """Return the script's passes rounded down to a power of two, which divides all batches."""
-    return _power_of_two(_own_passes(options))
+    """Return a worker's passes rounded down to a power of two, which divides all batches."""
+    return 1 if options.shares_passes else _power_of_two(_own_passes(options))
 
 
 def _number(option: Option | None, largest: int) -> int | None:
