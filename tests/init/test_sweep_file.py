@@ -356,6 +356,15 @@ def test_sizes_and_the_rates_batch_are_those_of_partitions_and_of_the_script(com
     assert f"base_batch = {3 * 6 * 16} " in text
 
 
+def test_an_option_that_resumes_without_a_value_is_given_none(commands: Path, tmp_path: Path) -> None:
+    # as mmengine's
+    declared = 'p.add_argument("--resume", nargs="?", type=str, const="auto")'
+    (tmp_path / "train.py").write_text(f"{STEPS}{declared}\ntorch.save(state, path)\n")
+    put_site(commands, [Made("cpu")])
+    assert main([str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "train.py")]) == 0
+    assert '\nresume_arguments = ["--resume"] ' in (tmp_path / "train.toml").read_text()
+
+
 def test_what_the_source_does_not_say_is_unknown_and_asked_for(
     commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -292,6 +292,8 @@ def _of_call(texts: list[str], given: dict[str, ast.expr], constants: dict[str, 
     )
     is_switch |= _last_name(given.get("action")) == "BooleanOptionalAction"
     is_switch |= _value(given.get("is_flag"), constants) is True
+    # argparse: without a value after it, the option has this one
+    is_switch |= "const" in given
     dest = _value(given.get("dest"), constants)
     names = [_written(text) for text in [*texts, *filter(None, [dest])] if isinstance(text, str)]
     # a positional argument is required, unless a default, nargs or required=False says otherwise
