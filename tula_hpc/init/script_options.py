@@ -396,7 +396,7 @@ def _of_hydra(tree: ast.Module) -> Iterator[Option]:
 
 
 def _of_configurator(tree: ast.Module) -> Iterator[Option]:
-    """Yield the variables that nanoGPT's `configurator.py`, executed below them, sets.
+    """Yield the variables that nanoGPT's configurator, which is executed below them, sets.
 
     It takes them from the command line as `--name=value`.
     """
