@@ -51,6 +51,13 @@ p.add_argument("--batch_size", type=int, default=12)
 p.add_argument("--max_iters", type=int, default=600000)
 p.add_argument("--warmup_iters", type=int, default=2000)
 """
+PLAIN_STEPS = """
+import argparse
+p = argparse.ArgumentParser()
+p.add_argument("--iter", type=int, default=800000, help="total training iterations")
+p.add_argument("--batch", type=int, default=16)
+"""
+RAFT_STEPS = 'p.add_argument("--num_steps", type=int, default=100000)\n'
 CONFIGURATOR = """
 batch_size = 12
 gradient_accumulation_steps = 5 * 8
@@ -194,6 +201,8 @@ NOTHING = "batch_size = 64\nmodel = build()\n"
         # of a graph
         (LIGHTNING.replace("1", "1000"), "--batch_size {local_batch}", {}),
         (STEPS, "--batch_size {local_batch} --max_iters {steps}", {}),
+        (PLAIN_STEPS, "--batch {local_batch} --iter {steps}", {}),
+        (f"{PLAIN_STEPS}{RAFT_STEPS}", "--batch {local_batch} --num_steps {steps}", {}),
         (CLICK, "--micro-batch {local_batch} --num-epochs {epochs} --grad-accum {accumulation}", {"accumulation": 4}),
         (TYPER, "--bs {local_batch} --n-epochs {epochs}", {"epochs": 12}),
         (
@@ -226,6 +235,8 @@ NOTHING = "batch_size = 64\nmodel = build()\n"
             "nodes",
             "nodes of a graph",
             "steps",
+            "plain steps",
+            "steps and other iterations",
             "click",
             "typer",
             "hugging-face",

@@ -106,7 +106,7 @@ _OF_BATCHES = "train|training|per|device|gpu|rank|worker|local|micro|mini|global
 _ROLES = {
     "batch": rf"(?:(?:{_OF_BATCHES})_?)*batch(?:_?size)?(?:_per_[a-z]+)?|bs",
     "epochs": r"(?:(?:num|n|nb|max|train|training|total)_?)*epochs?",
-    "steps": r"(?:(?:num|n|max|total|train|training)_)+(?:steps|iters|iterations)",
+    "steps": r"(?:(?:num|n|max|total|train|training)[_.]?)*(?:steps|iters?|iterations)",
     "seed": r"(?:(?:random|manual|global|torch|rng)_?)*seed",
     "nodes": r"(?:(?:num|n)_?)?nodes|nnodes",
     "accumulation": r"(?:(?:gradient|grad)_?)?accum(?:ulat(?:ion|e))?(?:_[a-z_]+)?",
@@ -191,6 +191,9 @@ def _best(role: str, options: Iterable[Option]) -> Option | None:
     found = [each for each in options if any(map(pattern.fullmatch, each.names))]
     if role == "batch":
         found.sort(key=lambda each: not any(map(_OF_ONE_PASS.search, each.names)))
+    if role == "steps":
+        # next to "num_steps", plain "iters" may be iterations within a step, as in RAFT
+        found.sort(key=lambda each: "_" not in "".join(each.names))
     if role == "nodes":
         # other defaults mean nodes of a graph
         found = [each for each in found if each.default == 1]
@@ -292,7 +295,7 @@ def _of_call(texts: list[str], given: dict[str, ast.expr], constants: dict[str, 
     )
     is_switch |= _last_name(given.get("action")) == "BooleanOptionalAction"
     is_switch |= _value(given.get("is_flag"), constants) is True
-    # argparse: without a value after it, the option has this one
+    # value of an option of argparse that is given without a value
     is_switch |= "const" in given
     dest = _value(given.get("dest"), constants)
     names = [_written(text) for text in [*texts, *filter(None, [dest])] if isinstance(text, str)]
@@ -396,12 +399,9 @@ def _of_hydra(tree: ast.Module) -> Iterator[Option]:
 
 
 def _of_configurator(tree: ast.Module) -> Iterator[Option]:
-    """Yield the variables that nanoGPT's configurator, which is executed below them, sets.
-
-    It takes them from the command line as `--name=value`.
-    """
-    executing = [node for node in tree.body if isinstance(node, ast.Expr)]
-    lines = [node.lineno for node in executing if _last_name(node.value) == "exec"]
+    """Yield the variables that nanoGPT's configurator, executed below them, takes as options."""
+    calls = [node for node in tree.body if isinstance(node, ast.Expr)]
+    lines = [node.lineno for node in calls if _last_name(node.value) == "exec"]
     for node in tree.body:
         if isinstance(node, ast.Assign) and node.lineno < min(lines, default=0):
             for name in filter(None, map(_last_name, node.targets)):
