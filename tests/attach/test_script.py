@@ -106,6 +106,13 @@ def test_a_worker_with_a_gpu_of_its_own_has_the_first_that_it_sees(monkeypatch: 
     ("shape", "got", "said"),
     [
         ((1, 1), 48, "look at how train.py takes its batch"),
+        ((1, 1), 96, "look at how train.py takes its batch"),
+        (
+            (1, 1),
+            64,
+            "is 2 for the model, as two views of an image or the points of a ray are, give it {local_batch*0.5}",
+        ),
+        ((2, 1), 512, "give it {local_batch*0.0625}, and multiply workload.samples, search.min_batch and search.max"),
         ((2, 1), 16, "it divides its batch among its workers: give it {global_batch}"),
         ((2, 1), 64, "it takes the batch of a node: give it {local_batch}"),
         ((1, 2), 16, "give it {local_batch*2} if among those of a node, {global_batch} if among all"),

@@ -145,6 +145,15 @@ def remedy_of_batch(script: str, asked: int, got: int, configuration: Configurat
     of_each_node = (asked // configuration.workers_per_node, asked * nodes)
     if nodes > 1 and got in of_each_node:
         return f"it takes the batch of a node: give it {of_node}"
+    of_each, rest = divmod(got, asked)
+    # a power of two has an exact reciprocal
+    if of_each > 1 and not rest and not of_each & (of_each - 1):
+        return (
+            f"if each of its samples is {of_each} for the model, as two views of an image or the "
+            f"points of a ray are, give it {{local_batch*{1 / Decimal(of_each):f}}}, and multiply "
+            f"workload.samples, search.min_batch and search.max_batch by {of_each}; otherwise look "
+            f"at how {script} takes its batch"
+        )
     return f"look at how {script} takes its batch, and at {{local_batch}} and {{global_batch}}"
 
 
