@@ -282,7 +282,7 @@ def _adapt_googlenet(model: Any, _: int) -> None:
 
 
 def _adapt_inception(model: Any, _: int) -> None:
-    """Pad the stem, which takes 8 of 11 pixels; without stride and pooling it takes none."""
+    """Remove the stem's stride and pooling, and pad the convolutions that take 6 pixels together."""
     for block in (model.Conv2d_1a_3x3, model.Conv2d_2a_3x3, model.Conv2d_4a_3x3):
         _keep_resolution(block)
         block.conv.padding = (1, 1)
