@@ -196,7 +196,7 @@ def test_the_controller_tells_an_end_of_which_accounting_has_not_heard(
         (PREEMPTED.replace("JobState=PREEMPTED", "JobState=COMPLETING"), Leaving.PREEMPTED),
         (PREEMPTED.replace("JobState=PREEMPTED", "JobState=RUNNING"), None),  # in its grace time
         (CANCELLED, Leaving.CANCELLED),
-        (REQUEUED, Leaving.PREEMPTED),
+        (REQUEUED, Leaving.REQUEUED),
         (CANCELLED.replace("JobState=CANCELLED", "JobState=COMPLETING"), Leaving.CANCELLED),
         (CANCELLED.replace("JobState=CANCELLED", "JobState=RUNNING"), None),
         # at its time limit

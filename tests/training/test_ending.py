@@ -56,3 +56,11 @@ def test_a_preempted_training_goes_on_as_often_as_it_may(
     assert leave(Leaving.PREEMPTED, MOST - 1)[0] == "preempted"
     with pytest.raises(StageError, match=f"restarted {MOST} times, as often as training.max_requeues allows"):
         leave(Leaving.PREEMPTED, MOST)
+
+
+def test_a_training_that_slurm_has_requeued_does_not_fail_however_often_it_was_restarted(
+    leave: Callable[[Leaving | None, int], tuple[str, list[Any]]],
+) -> None:
+    how, told = leave(Leaving.REQUEUED, MOST)
+    assert how == "preempted"
+    assert [event for event, _ in told] == ["preempted"]

@@ -389,7 +389,8 @@ class Leaving(StrEnum):
     """Reason why the job of a running process is about to end."""
 
     CANCELLED = "cancelled"
-    # preempted, with its grace time over, if any; or requeued; or one of its nodes is lost
+    REQUEUED = "requeued"
+    # preempted, with its grace time over, if any; or one of its nodes is lost
     PREEMPTED = "preempted"
 
 
@@ -405,11 +406,11 @@ def leaving(job_id: str, timeout_s: float = REQUEUE_TIMEOUT_S) -> Leaving | None
         # also if the state is unknown: a needless requeue does less harm than lost work
         return None
     # a job that is being requeued shows no PreemptTime, but counts its next restart already
-    requeued = (count_in(fields.get("Restarts", "")) or 0) > restart_count()
-    preempted = fields.get("PreemptTime", "None") != "None"
-    has_lost_node = fields.get("Reason") == "NodeDown"
-    is_cancelled = not (requeued or preempted or has_lost_node)
-    return Leaving.CANCELLED if is_cancelled else Leaving.PREEMPTED
+    if (count_in(fields.get("Restarts", "")) or 0) > restart_count():
+        return Leaving.REQUEUED
+    if fields.get("PreemptTime", "None") != "None" or fields.get("Reason") == "NodeDown":
+        return Leaving.PREEMPTED
+    return Leaving.CANCELLED
 
 
 def _job_fields(job_id: str, timeout_s: float = COMMAND_TIMEOUT_S) -> dict[str, str]:
@@ -447,7 +448,7 @@ def requeue(job_id: str, within_s: float = REQUEUE_S) -> str | None:
             return words
         time.sleep(REQUEUE_PAUSE_S)
         # an attempt without an answer may have succeeded, and another one would be refused
-        if leaving(job_id, _no_longer(until)) is Leaving.PREEMPTED:
+        if leaving(job_id, _no_longer(until)) in (Leaving.REQUEUED, Leaving.PREEMPTED):
             return None
 
 

@@ -134,14 +134,22 @@ def _requeue(training: LeavingTraining, saved: str, data: dict[str, Any]) -> str
         if training.is_main:
             training.log_event("failed", f"{BY_HAND}; {saved}")
         return "cancelled"
+    if training.any(leaving is slurm.Leaving.REQUEUED):
+        # Slurm runs it again, however often it was restarted
+        return "preempted"
     _check_restarts(training, data)
     if training.any(leaving is slurm.Leaving.PREEMPTED):
-        # Slurm requeues it by itself, or has ended it: then the command submits another job
+        # Slurm has ended it, and the command submits another job
         return "preempted"
     if not env.on_slurm:
         from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
         sys.exit(LOCAL_REQUEUE_RETURN_CODE)
+    return _ask_for_requeue(training, job_id)
+
+
+def _ask_for_requeue(training: LeavingTraining, job_id: str) -> str:
+    """Return `stopped` if Slurm refuses to requeue the job; else the process exits. Collective."""
     refused = None
     if training.is_main:
         refused = slurm.requeue(job_id)
