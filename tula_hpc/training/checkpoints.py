@@ -66,12 +66,13 @@ class Checkpoints(SafePoints):
 
     def count_time(self, seconds: float, *, suspended: bool) -> None:
         """See `SafePoints`."""
-        if suspended:
-            # if a line has just been written, it contains these seconds
-            if self.log.window.steps:
-                self.log.exclude(seconds)
-        else:
+        if not suspended:
             self.progress.epoch_time_s += seconds
+        elif self.log.window.steps:
+            self.log.leave_out_step()
+        else:
+            # this step's line has been written, and the time since then belongs to no step
+            self.log.restart_window()
 
     def keep_last_only(self) -> None:
         """Delete all but the newest checkpoint of a training that is over."""

@@ -56,9 +56,9 @@ class Trainer:
         self.training = Training(job, env)
         self.worker = self.training.worker
         self.hooks = hooks_of(self.training)
-        self.log = TrainingLog(self.training, self.hooks)
-        self.guard = DriftGuard(self.worker, job, start)
         self.suspensions = Suspensions().install()
+        self.log = TrainingLog(self.training, self.hooks, self.suspensions)
+        self.guard = DriftGuard(self.worker, job, start)
         # batch of the last step
         self.batch: tuple[Batch, Batch] | None = None
         self.checkpoints = Checkpoints(self.training, self.log, self.suspensions)
@@ -111,7 +111,7 @@ class Trainer:
         """Train the rest of the epoch; return False if all workers agreed to stop in it."""
         self.log.restart_window()
         while not self.training.epoch_ends:
-            started = time.perf_counter()
+            started = self.log.begin_step()
             self._train_step(batches)
             decision = self.agreement.decide(self.guard.readings)
             self.guard.clock.stop()
@@ -157,7 +157,7 @@ class Trainer:
         self.batch = batch = next(batches)
         waited_s = time.perf_counter() - started
         self.guard.clock.waited(waited_s)
-        self.log.window.waited_s += waited_s
+        self.log.add_wait(waited_s)
         return batch
 
     def _begin(self) -> Iterator[tuple[Batch, Batch]]:

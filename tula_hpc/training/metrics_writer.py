@@ -36,6 +36,8 @@ class StepWindow:
 
     def __init__(self) -> None:
         self.steps = 0
+        # steps whose time is not counted, as the training was suspended meanwhile
+        self.suspended = 0
         self.seconds = 0.0
         # seconds of waiting for the loader
         self.waited_s = 0.0
@@ -64,6 +66,8 @@ class MetricsWriter:
         self.global_batch, self.workers = global_batch, workers
         # rank 0 alone reads the noise
         self.critical_batch = CriticalBatch()
+        # time of a step and its wait for the loader, in the last line
+        self._step_s = self._waited_s = 0.0
         self._last: EpochMetrics | None = None
 
     def write_steps(
@@ -81,15 +85,17 @@ class MetricsWriter:
         noise = readings.noise()
         self.critical_batch.add(noise, window.steps)
         numbers = readings.step_metrics(window.steps)
+        if timed := window.steps - window.suspended:
+            self._step_s, self._waited_s = window.seconds / timed, window.waited_s / timed
         line = StepMetrics(
             step=progress.step,
             samples_seen=progress.samples_seen,
             epoch=progress.epoch + progress.epoch_share(self.samples, self.global_batch),
             loss=loss,
             lr=lr,
-            step_time_s=window.seconds / window.steps,
+            step_time_s=self._step_s,
             **{name: finite_or_none(value) for name, value in numbers.items()},
-            data_time_s=window.waited_s / window.steps,
+            data_time_s=self._waited_s,
             noise_scale=finite_or_none(noise.noise_scale),
             noise_gradient_square=finite_or_none(noise.recent_square),
             noise_trace=finite_or_none(noise.recent_trace),

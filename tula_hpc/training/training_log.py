@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tula_hpc.ddp.stop_signals import Suspensions
 from tula_hpc.errors import DivergedError, InputError
 from tula_hpc.training.evaluation import NO_EVALUATION, Evaluation
 from tula_hpc.training.hooks import TrainingHooks
@@ -22,9 +23,10 @@ from tula_hpc.training.progress import Training
 class TrainingLog:
     """Log of one worker's training; rank 0 writes it."""
 
-    def __init__(self, training: Training, hooks: TrainingHooks) -> None:
+    def __init__(self, training: Training, hooks: TrainingHooks, suspensions: Suspensions) -> None:
         self.training = training
         self.hooks = hooks
+        self.suspensions = suspensions
         self.metrics = MetricsWriter(
             training.files.metrics_file if training.is_main else None,
             training.samples_per_epoch,
@@ -32,6 +34,7 @@ class TrainingLog:
             training.env.world_size,
         )
         self.restart_window()
+        self.begin_step()
         # sum of the losses of the epoch's steps
         self.epoch_loss = torch.zeros((), dtype=torch.float64, device=training.worker.device)
 
@@ -51,6 +54,23 @@ class TrainingLog:
     def exclude(self, seconds: float) -> None:
         """Leave out time that belongs to no step."""
         self.started += seconds
+
+    def begin_step(self) -> float:
+        """Return the time at which the next step begins, by `perf_counter`."""
+        self.step_began = time.perf_counter()
+        self.step_waited_s = 0.0
+        return self.step_began
+
+    def add_wait(self, seconds: float) -> None:
+        """Count a wait for the loader in the current step."""
+        self.step_waited_s += seconds
+        self.window.waited_s += seconds
+
+    def leave_out_step(self) -> None:
+        """Leave the last step's time out of its line: the training was suspended meanwhile."""
+        self.exclude(time.perf_counter() - self.step_began)
+        self.window.waited_s -= self.step_waited_s
+        self.window.suspended += 1
 
     def add_step(self, loss: Tensor) -> None:
         """Count a step that the progress knows of already; write a line if one is due."""
@@ -76,6 +96,8 @@ class TrainingLog:
         window = self.window
         began = self.began
         mean_loss = window.mean_loss()
+        if self.suspensions.seen:
+            self.leave_out_step()
         window.seconds = time.perf_counter() - self.started
         self.restart_window()
         if self.hooks.has_diverged(mean_loss):
