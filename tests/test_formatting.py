@@ -105,7 +105,7 @@ def test_units_stay_with_their_numbers() -> None:
 @pytest.mark.parametrize(
     ("ratio", "words"),
     [
-        (4.44, "4.4 times longer"),
+        (4.44, "4.4 times as long"),
         (1.124, "12 % longer"),
         (0.9437, "5.6 % shorter"),
         (1.00634, "0.6 % longer"),
@@ -114,3 +114,11 @@ def test_units_stay_with_their_numbers() -> None:
 )
 def test_a_comparison_has_no_more_digits_than_anybody_needs(ratio: float, words: str) -> None:
     assert in_comparison(ratio) == words
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"), [(2.1, "2.1 times as expensive as before"), (1.5, "50 % dearer than before")]
+)
+def test_a_multiple_is_said_to_be_as_much_as_the_other(ratio: float, words: str) -> None:
+    """ "2.1 times dearer" could also mean 3.1 times as much."""
+    assert in_comparison(ratio, "dearer", "cheaper", "as expensive", "before") == words

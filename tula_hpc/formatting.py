@@ -173,15 +173,21 @@ def money_within(
     return f"{step * round(amount / step):,.{decimals}f} {currency}"
 
 
-def in_comparison(ratio: float, more: str = "longer", less: str = "shorter") -> str:
-    """Say how much more or less one value is than another: "3 % longer", "4.4 times longer"."""
+def in_comparison(
+    ratio: float,
+    more: str = "longer",
+    less: str = "shorter",
+    multiple: str = "as long",
+    other: str = "",
+) -> str:
+    """Compare two values by their ratio: "3 % longer than `other`", "4.4 times as long as `other`"."""
     if ratio >= 2.0:
-        return f"{format_number(ratio, 2)} times {more}"
+        return f"{format_number(ratio, 2)} times {multiple}{other and f' as {other}'}"
     percent = 100 * abs(ratio - 1.0)
     share = f"{format_number(percent, 2 if percent >= 1 else 1)} %"
     if percent < 0.1:
         share = "less than 0.1 %"
-    return f"{share} {more if ratio >= 1.0 else less}"
+    return f"{share} {more if ratio >= 1.0 else less}{other and f' than {other}'}"
 
 
 def format_bytes(count: float | None) -> str:

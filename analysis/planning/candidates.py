@@ -189,8 +189,8 @@ def predict(index: int, part: Partition, grid: Grid, sweep: SweepSpec) -> Candid
 def as_measured(step_s: Array, grid: Grid, summary: Summary, model: StepTimeModel) -> Array:
     """Return step times (..., n), for measured configurations as they were measured.
 
-    The model is robust and smooth: a configuration that is several times slower than predicted from
-    all others hardly moves it. It would be chosen for a speed that it does not have, and its
+    The model is robust and smooth: a configuration that takes several times as long as predicted
+    from all others hardly moves it. It would be chosen for a speed that it does not have, and its
     neighbours after it. So if any measurement lies outside the model's 90 % interval, the ratios of
     measured to predicted times also apply to neighbours, less with each octave of nodes and batch.
     """

@@ -126,10 +126,10 @@ def steps_off(
     is_first = len(training.metrics.epochs) <= 2
     if not cause and took_s > expected.high and steps < FEW_STEPS and is_first:
         cause = f"; with only {plural(steps, 'step')} in all, the slow first ones weigh heavily"
+    compared = in_comparison(took_s / expected.value, other="predicted")
     yield (
-        f"The steps of {name} were {in_comparison(took_s / expected.value)} than predicted, "
-        f"outside of the 90 % interval: the median epoch took {took}, not {low} to {high}"
-        f"{cause}."
+        f"The steps of {name} were {compared}, outside of the 90 % interval: "
+        f"the median epoch took {took}, not {low} to {high}{cause}."
     )
 
 

@@ -267,7 +267,7 @@ def _against_prediction(run: RunContents, training: Training) -> str:
         return ""
     # the median epoch, since the sum of all epochs includes the start of the first one
     ratio = training.epoch_time_s / candidate.epoch_time_s
-    return f" (its median epoch was {in_comparison(ratio)} than predicted)"
+    return f" (its median epoch was {in_comparison(ratio, other='predicted')})"
 
 
 def _how_sure(run: RunContents, plan: Plan, *, is_billed: bool) -> Iterator[str]:

@@ -319,17 +319,18 @@ def _by_steps(candidate: Candidate) -> tuple[float, float]:
 
 def against(candidate: Candidate, chosen: Candidate) -> str:
     """Compare with the chosen one, for example "12 % slower and 3 % cheaper"."""
-    time = _compared(candidate.wall_time_s, chosen.wall_time_s, "slower", "faster")
-    return f"{time} and {_compared(candidate.cost, chosen.cost, 'more expensive', 'cheaper')}"
+    time = _compared(candidate.wall_time_s, chosen.wall_time_s, "slower", "faster", "slow")
+    cost = _compared(candidate.cost, chosen.cost, "more expensive", "cheaper", "expensive")
+    return f"{time} and {cost}"
 
 
-def _compared(value: float, base: float, more: str, less: str) -> str:
+def _compared(value: float, base: float, more: str, less: str, multiple: str) -> str:
     # there is no percentage of zero
     if base <= 0.0 < value:
         return more
     if base <= 0.0 or abs(value / base - 1.0) < 0.0005:
         return "as fast" if more == "slower" else "as expensive"
-    return in_comparison(value / base, more, less)
+    return in_comparison(value / base, more, less, f"as {multiple}")
 
 
 def knee_sentences(plan: Plan) -> list[str]:

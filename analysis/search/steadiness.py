@@ -160,8 +160,8 @@ def _choice(
 
 def _on_training(one: Unsteady) -> str:
     later = (one.profile.times.second_half_s or 0.0) / one.profile.times.step_time_s
-    less = in_comparison(later, "more", "less").rpartition(" ")
-    return f"at its later pace the training's steps take {less[0]} {less[2]} time than predicted"
+    compared = in_comparison(later, "more time", "less time", "as much time", other="predicted")
+    return f"at its later pace the training's steps take {compared}"
 
 
 def _what_to_do(one: Unsteady, search: SearchSpec, rows: Iterable[Measurement]) -> str:

@@ -1062,7 +1062,7 @@ def test_by_progress_candidates_are_compared_by_the_time_to_the_same_progress() 
     assert other.wall_time_s > 1.5 * chosen.wall_time_s
     # 3.8 % apart
     (text,) = not_told_apart(plan)
-    slower = in_comparison(other.progress_time_s / chosen.progress_time_s, "slower", "faster")
+    slower = in_comparison(other.progress_time_s / chosen.progress_time_s, "slower", "faster", "as slow")
     assert text.startswith(f"The next best, {other.configuration}, is predicted to be {slower} and ")
     assert " to say which of the two takes less time to the same progress; choose by" in text
     (next_best,) = [each for each in alternatives(plan) if each.candidate == other]

@@ -157,8 +157,8 @@ def check_kernels(device: torch.device) -> None:
 def check_precision(device: torch.device, precision: str) -> None:
     """Refuse bf16 on a GPU without units for it.
 
-    Such a GPU has no bf16 convolutions in cuDNN and emulates other operators, several times slower
-    than fp32; `torch.cuda.is_bf16_supported` counts the emulation as support.
+    Such a GPU has no bf16 convolutions in cuDNN and emulates other operators, which take several
+    times as long as in fp32; `torch.cuda.is_bf16_supported` counts the emulation as support.
 
     Raises:
         InputError: The GPU has no bf16 units; the message says which precision to use.

@@ -220,7 +220,7 @@ def test_the_table_has_every_part_and_its_verdict() -> None:
         (
             20.0,
             [],
-            "2 times longer than predicted, outside of the 90 % interval: the median epoch took 20.0 s, "
+            "2 times as long as predicted, outside of the 90 % interval: the median epoch took 20.0 s, "
             "not 9 s to 12 s.",
         ),
         (12.04, ["drifted", "recovered"], "; its drift events point to waiting for data."),

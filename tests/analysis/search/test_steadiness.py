@@ -114,7 +114,7 @@ def test_a_drift_that_matters_to_nothing_is_not_said(where: Configuration, halve
 
 def test_a_drift_within_which_another_choice_lies_is_said_of_any_configuration() -> None:
     (text,) = told(planned(with_step(NEXT, {"first_half": 0.5, "second_half": 1.5})), NEXT)
-    assert "became 3 times longer while it was measured (" in text
+    assert "became 3 times as long while it was measured (" in text
     assert f", predictions change, and the plan would choose {NEXT}. " in text
 
 
