@@ -56,6 +56,9 @@ def ending_at_once() -> Iterator[None]:
         for each in (signal.SIGINT, signal.SIGTERM)
         if can_take and signal.getsignal(each) is signal.default_int_handler
     ]
+    if can_take and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        # set while `tula` was loading
+        taken.append(signal.SIGINT)
     for each in taken:
         signal.signal(each, _end)
     try:

@@ -94,6 +94,35 @@ def test_an_interrupt_at_any_moment_is_no_traceback(monkeypatch: pytest.MonkeyPa
     assert [code_of(command) for command in COMMANDS] == [130] * len(COMMANDS)
 
 
+INTERRUPTED_AT_AN_IMPORT = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+sys.argv = ["tula", "plan", "none"]
+from tula_hpc.__main__ import main
+main()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("argparse", ""),
+        ("tula_hpc.command_errors", ""),
+        ("tula_hpc.analysis.plan", "\ninterrupted before anything was begun\n"),
+    ],
+)
+def test_an_interrupt_while_the_command_is_loaded_is_no_traceback(module: str, said: str) -> None:
+    program = INTERRUPTED_AT_AN_IMPORT.format(module=module)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    # the shell reports 130 for both
+    assert (done.returncode, done.stderr) == (130 if said else -signal.SIGINT, said)
+
+
 def test_an_interrupt_that_a_library_would_swallow_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     def swallowing(_: object) -> SimpleNamespace:
         with contextlib.suppress(KeyboardInterrupt):
