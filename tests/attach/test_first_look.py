@@ -221,6 +221,14 @@ def test_an_iterator_that_goes_on_from_epoch_to_epoch_is_told(tmp_path: Path, ca
     assert ("# resume      after an interruption the script may continue with other samples" in done.stdout) is is_told
 
 
+def test_who_has_no_sweep_file_yet_is_told_where_to_choose_the_model_that_counts(tmp_path: Path) -> None:
+    done = look(tmp_path, str(SCRIPTS / "misbehaving.py"), "feeds a critic", "4")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("misbehaving.py takes 2 batches of its loader for a step of Linear")
+    key = 'set workload.counted_model = "Linear" in a sweep file, which tula init --script writes'
+    assert f", {key}, and name that file by --into; its output: " in done.stderr
+
+
 def test_what_is_refused_is_said_once(tmp_path: Path) -> None:
     done = look(tmp_path, str(SCRIPTS / "misbehaving.py"), "spawns", "4")
     assert (done.returncode, done.stderr.count("starts workers of its own")) == (1, 1)

@@ -177,7 +177,7 @@ def remedy_of_passes(
             "other arguments need another --run-dir"
         )
     if passes & (passes - 1):
-        counted = f'; set workload.counted_model = "{other}" if each step of that takes one batch'
+        counted = f"; {counting(other, 'profile')} if each step of that takes one batch"
         return f"only powers of 2 can be planned{counted if other else ''}"
     fewer = ""
     if passes < parts:
@@ -189,8 +189,17 @@ def remedy_of_passes(
     )
 
 
+def counting(other: str, mode: str) -> str:
+    """Return advice on how to have the steps of another model count, in a mode of `ChildSpec`."""
+    key = f'set workload.counted_model = "{other}"'
+    if mode != "look":
+        return key
+    # the reader of `tula attach` may have no sweep file yet
+    return f"{key} in a sweep file, which tula init --script writes, and name that file by --into"
+
+
 def why_no_passes(
-    model: str, methods: Sequence[str], *, has_repeated: bool, has_others: bool
+    model: str, methods: Sequence[str], *, has_repeated: bool, other: str = ""
 ) -> str:
     """Return the reason why no forward pass counts, and advice.
 
@@ -198,7 +207,7 @@ def why_no_passes(
         model: Class of the model that counts.
         methods: Methods that this class itself defines, of which the script may call one.
         has_repeated: There were passes, but only over a batch that had had one before.
-        has_others: An optimizer trains another model.
+        other: Advice on how to have the steps of another model count; "" if none is trained.
     """
     if has_repeated:
         return "its steps all pass over one batch; expected a new one from the loader in each step"
@@ -206,11 +215,10 @@ def why_no_passes(
     how = f"end its class with `forward = {method}`, and write `model(…)` for `model.{method}(…)`"
     if not methods:
         how = "write `model(…)` for `model.forward(…)`"
-    other = "; or set workload.counted_model to the class of the model that it calls"
     return (
         f"expected forward passes of {model} in training mode in a step, found none; call the model "
         f"itself, as DistributedDataParallel asks too, and none of its methods: {how}"
-        f"{other if has_others else ''}"
+        f"{other and f'; or, if it calls another model, {other}'}"
     )
 
 

@@ -37,6 +37,7 @@ from tula_hpc.attach.script import (
     NEAR,
     NO_OPTIONS,
     batch_share,
+    counting,
     note_parsed,
     remedy_of_batch,
     remedy_of_passes,
@@ -254,13 +255,13 @@ class ScriptProfile(MeasuredSteps):
         asked = self.settings.forward_batch
         parts = self.settings.accumulation
         batch = self._batch()
+        other = next(filter(None, map(model_of, self.hooks.others)), "")
+        to_count = other and counting(other, self.spec.mode)
         if passes == 0:
-            others = bool(self.hooks.others)
             repeated = self.hooks.has_repeated
             known = self._model_name(), methods_of(self.found[0])
-            why = why_no_passes(*known, has_repeated=repeated, has_others=others)
+            why = why_no_passes(*known, has_repeated=repeated, other=to_count)
             raise InputError(f"{name}: {why}")
-        other = next(filter(None, map(model_of, self.hooks.others)), "")
         if parts is not None and passes != parts:
             world = self.env.world_size
             remedy = remedy_of_passes(passes, parts, batch, asked, world, other=other)
@@ -273,8 +274,8 @@ class ScriptProfile(MeasuredSteps):
         if other and batches > passes:
             raise InputError(
                 f"{name} takes {batches} batches of its loader for a step of {self._model_name()}, which "
-                f"gets {passes}: if {other} is trained on each of them, its steps are those that count",
-                key="workload.counted_model",
+                f"gets {passes}: if {other} is trained on each of them, so that its steps are those "
+                f"that count, {to_count}"
             )
         if asked is None:
             self.configuration = self.configuration._replace(local_batch=max(1, batch) * passes)
