@@ -5,9 +5,10 @@ The limit follows from the cluster file and the devices that profiles saw:
     limit = min(device_memory_gb, least memory of any worker's device)
             − most memory outside of torch's allocator
 
-Memory models predict the memory that torch's allocator reserves. Outside of it lie the CUDA
-context and the buffers of NCCL, cuBLAS and cuDNN. On CPUs and in older records none of this is
-measured: there the cluster file alone gives the limit.
+Memory models predict the memory that torch's allocator reserves in the worker's own process.
+Outside of it lie the CUDA context, the buffers of NCCL, cuBLAS and cuDNN, and the memory of other
+processes on the device, which may be there in training as well. On CPUs and in older records none
+of this is measured: there the cluster file alone gives the limit.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def describe_limit(cluster: ClusterSpec, uses: Iterable[MemoryUse]) -> list[str]
         whole = f"the {format_bytes(stated)} of device_memory_gb"
     other = f"{format_bytes(seen.other_bytes)} outside of torch's allocator"
     return [
-        f"the memory limit is {limit}: {whole}, less {other} (CUDA context, NCCL, cuDNN) in profiles"
+        f"the memory limit is {limit}: {whole}, less {other} (CUDA context, NCCL, cuDNN, other "
+        "processes) in profiles"
     ]
 
 
