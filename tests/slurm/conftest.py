@@ -1,4 +1,4 @@
-"""The test cluster as a fixture; everything in this folder is marked `slurm`."""
+"""Fixtures of the test cluster; every test in this folder is marked `slurm`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def slurm_cluster() -> Iterator[MiniCluster]:
 
 @pytest.fixture(scope="module")
 def quick_nodes(slurm_cluster: MiniCluster) -> Iterator[None]:
-    """Nodes that take all the CPU there is, for tests to which step times do not matter."""
+    """Let nodes use all of the machine's CPU, for tests that do not depend on step times."""
     with slurm_cluster.cpu_share(200):
         yield
 

@@ -1,4 +1,4 @@
-"""What the test cluster takes from the machine: packages, processes, cgroups, network namespaces and links."""
+"""Manage what the test cluster uses of the machine: packages, processes, cgroups, network namespaces and links."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from signal import SIGKILL
 
-PACKAGES = ("slurm-wlm", "slurmdbd", "munge", "mariadb-server", "iproute2", "procps", "btrfs-progs")  # the last: quota
+PACKAGES = ("slurm-wlm", "slurmdbd", "munge", "mariadb-server", "iproute2", "procps", "btrfs-progs")  # disk quotas
 PROGRAMS = (
     "slurmctld",
     "slurmd",
@@ -27,22 +27,22 @@ PROGRAMS = (
     "unshare",
 )
 SBIN = "/usr/local/sbin:/usr/sbin:/sbin"  # where Debian puts daemons; not on every PATH
-# every worker of pytest-xdist can have a cluster of its own
+# number of the pytest-xdist worker, since every worker can have a cluster of its own
 NUMBER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 NAME = f"ttc{NUMBER or ''}"
 SUBNET = f"10.92.{NUMBER}"
 HEAD = f"{SUBNET}.254"
 CGROUPS = Path("/sys/fs/cgroup")
-V1_CONTROLLERS = ("cpu", "cpuacct", "memory", "freezer")  # those that Slurm or the quota need
-# pids is there for a flaw of Slurm 22.05: it does not recognize the last name of the list that the kernel gives it
+V1_CONTROLLERS = ("cpu", "cpuacct", "memory", "freezer")  # controllers that Slurm or the CPU quota needs
+# pids is listed only because Slurm 22.05 does not recognize the last name of the kernel's list of controllers
 V2_CONTROLLERS = ("cpu", "cpuset", "memory", "pids")
-# of the cluster against a process beside it, within what the quota leaves: without, all its jobs count as one process
+# CPU weight of the whole cluster; with the default of 1, all its jobs together would count as one process
 WEIGHT = 4
-QUOTA_PERIOD_US = 10_000  # the usual 100 ms lets a short training step run at full speed
+QUOTA_PERIOD_US = 10_000  # short, since within the usual 100 ms a training step could run at full speed
 
 
 class ClusterError(RuntimeError):
-    """The test cluster cannot do what was asked; the message is one line, at times followed by a log's last lines."""
+    """The test cluster cannot do what was asked; the message is one line, sometimes followed by the end of a log."""
 
 
 def check(holds: bool, message: str) -> None:
@@ -80,10 +80,10 @@ def run(*command: str, environment: dict[str, str] | None = None, timeout_s: flo
 def wait_for(
     predicate: Callable[[], object], timeout_s: float, what: str = "the condition", pause_s: float = 0.1
 ) -> None:
-    """Wait until the predicate holds, with so long a pause between two looks.
+    """Wait until the predicate holds, polling it with a pause.
 
     Raises:
-        ClusterError: It never did; the message says what was waited for.
+        ClusterError: It did not hold in time; the message says what was waited for.
     """
     deadline = time.monotonic() + timeout_s
     while not predicate():
@@ -92,7 +92,7 @@ def wait_for(
 
 
 def missing_requirement() -> str | None:
-    """Why no cluster can be brought up here, in one line, or None when it can."""
+    """Return why no cluster can be brought up here, in one line, or None if one can."""
     if os.geteuid() != 0:
         return "the Slurm test cluster needs root"
     missing = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ.get('PATH', '')}:{SBIN}") is None]
@@ -132,7 +132,7 @@ def _is_installed(package: str) -> bool:
 
 
 def start_time(pid: int) -> str | None:
-    """When a process began, in kernel ticks: with the pid a name for good. None for the dead and zombies."""
+    """Return a process's start in kernel ticks, unique together with its pid; None for ended ones and zombies."""
     try:
         fields_after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -141,12 +141,12 @@ def start_time(pid: int) -> str | None:
 
 
 def has_cgroup_v2() -> bool:
-    """Whether the machine has cgroup v2 alone, as Debian 12 with systemd; else it has v1."""
+    """Return whether the machine has only cgroup v2, as Debian 12 with systemd; otherwise it has v1."""
     return (CGROUPS / "cgroup.controllers").exists()
 
 
 def hierarchies() -> tuple[Path, ...]:
-    """The one cgroup hierarchy of v2, or those of v1; the first is that with the CPU quota."""
+    """Return the one cgroup hierarchy of v2, or those of v1; the first has the CPU quota."""
     if has_cgroup_v2():
         return (CGROUPS,)
     # systemd mounts cpu and cpuacct as one, under both names
@@ -154,16 +154,16 @@ def hierarchies() -> tuple[Path, ...]:
 
 
 def subtree_control() -> str:
-    """What a cgroup's `cgroup.subtree_control` wants to hear."""
+    """Return the text for `cgroup.subtree_control` that enables all controllers."""
     return " ".join(f"+{name}" for name in V2_CONTROLLERS)
 
 
 def make_cgroups(hosts: tuple[str, ...], cpu_percent: int) -> None:
-    """Make a branch for the head and one per host; a host's has a CPU quota in per cent of a core, and no swap."""
+    """Make a cgroup for the head and for each host; hosts get a CPU quota in per cent of a core, and no swap."""
     for hierarchy in hierarchies():
         for place in ("head", *hosts):
             (hierarchy / NAME / place).mkdir(parents=True)
-    # with swap, a step that exceeds its limit would live on
+    # with swap, a job step that exceeds its memory limit would not be killed
     for host in hosts:
         if has_cgroup_v2():
             for parent in (CGROUPS, CGROUPS / NAME, CGROUPS / NAME / host):
@@ -179,7 +179,7 @@ def make_cgroups(hosts: tuple[str, ...], cpu_percent: int) -> None:
 
 
 def set_cpu_quota(hosts: tuple[str, ...], cpu_percent: int) -> None:
-    """Give each host so much CPU, in per cent of a core."""
+    """Set each host's CPU quota, in per cent of a core."""
     quota_us = QUOTA_PERIOD_US * cpu_percent // 100
     for host in hosts:
         if has_cgroup_v2():
@@ -190,17 +190,17 @@ def set_cpu_quota(hosts: tuple[str, ...], cpu_percent: int) -> None:
 
 
 def cluster_pids(place: str = "") -> set[int]:
-    """All processes of the cluster, jobs included, or of one place (head or a host): whoever is in its cgroups."""
+    """Return all processes, jobs included, in the cgroups of the cluster or of one place (head or a host)."""
     pids: set[int] = set()
     for hierarchy in hierarchies():
         for folder in _folders(hierarchy / NAME / place):
-            with suppress(OSError):  # a step's cgroup can go away meanwhile
+            with suppress(OSError):  # a job step's cgroup may disappear at any time
                 pids.update(int(line) for line in (folder / "cgroup.procs").read_text().split())
     return pids
 
 
 def task_pids(job_id: str) -> dict[int, int]:
-    """By rank: the processes of a job that a slurmstepd started from srun's command, not what they forked."""
+    """Return by rank the processes of a job that a slurmstepd started for srun, without those that they forked."""
     found: dict[int, int] = {}
     for pid in sorted(cluster_pids()):
         with suppress(OSError):
@@ -214,7 +214,7 @@ def task_pids(job_id: str) -> dict[int, int]:
 
 
 def job_pids(job_id: str) -> set[int]:
-    """All processes that a job started: its batch script, srun and the tasks; not Slurm's own that look after them."""
+    """Return all processes of a job (batch script, srun and tasks), without Slurm's own that supervise them."""
     found: set[int] = set()
     for pid in cluster_pids():
         with suppress(OSError):
@@ -226,19 +226,19 @@ def job_pids(job_id: str) -> set[int]:
 
 
 def _folders(top: Path) -> Iterator[Path]:
-    """The folder and all below it, deepest first; os.walk minds neither that one vanishes nor that there is none."""
+    """Return the folder and all below it, deepest first; folders that vanish or do not exist raise no error."""
     return (Path(folder) for folder, _, _ in os.walk(top, topdown=False))
 
 
 def kill_processes(place: str = "") -> None:
-    """SIGKILL all processes of the cluster, or of one place, and wait for their end."""
+    """Kill all processes of the cluster, or of one place, and wait for their end."""
     for folder in _folders(CGROUPS / "freezer" / NAME / place):
         with suppress(OSError):
-            (folder / "freezer.state").write_text("THAWED")  # with cgroup v1 a suspended process does not die before
+            (folder / "freezer.state").write_text("THAWED")  # cgroup v1: a suspended process must be thawed to die
 
     def all_dead() -> bool:
         pids = cluster_pids(place)
-        for pid in pids:  # again and again: a process can fork while it is being killed
+        for pid in pids:  # repeated by `wait_for`, because a process can fork while it is being killed
             with suppress(ProcessLookupError):
                 os.kill(pid, SIGKILL)
         return not pids
@@ -248,7 +248,7 @@ def kill_processes(place: str = "") -> None:
 
 @contextmanager
 def busy_neighbours(host: str, count: int) -> Iterator[None]:
-    """Processes that compute on a host all the while, each with as large a claim to the host's CPU as all jobs have."""
+    """Run processes that compute on a host within the block, each with as large a CPU share as all jobs together."""
     folders = [hierarchies()[0] / NAME / host / f"busy{number}" for number in range(count)]
     loops = []
     try:
@@ -278,12 +278,12 @@ def _rmdir(folder: Path) -> bool:
     except FileNotFoundError:
         return True
     except OSError:
-        return False  # the kernel still counts a process that has just died
+        return False  # the kernel still counts a process that has just ended
     return True
 
 
 def make_network(hosts: tuple[str, ...], rate_mbit: int) -> None:
-    """Make a bridge with the head's address, and per host a namespace and a link that is shaped both ways."""
+    """Make a bridge with the head's address, and per host a namespace and a link, shaped in both directions."""
     _ip(f"link add {NAME}-0 type bridge")
     _ip(f"addr add {HEAD}/24 dev {NAME}-0")
     _ip(f"link set {NAME}-0 up")
@@ -291,7 +291,7 @@ def make_network(hosts: tuple[str, ...], rate_mbit: int) -> None:
         _ip(f"netns add {host}")
         _ip(f"link add {NAME}-{number} type veth peer name eth0 netns {host}")
         _ip(f"link set {NAME}-{number} master {NAME}-0 up")
-        _ip(f"-n {host} link set eth0 addrgenmode none")  # IPv4 alone: no choice of address for collectives
+        _ip(f"-n {host} link set eth0 addrgenmode none")  # IPv4 only, so that collectives have one address to use
         _ip(f"-n {host} addr add {SUBNET}.{number}/24 dev eth0")
         _ip(f"-n {host} link set eth0 up")
         _ip(f"-n {host} link set lo up")
@@ -299,13 +299,13 @@ def make_network(hosts: tuple[str, ...], rate_mbit: int) -> None:
 
 
 def shape_link(number: int, host: str, rate_mbit: int) -> None:
-    """Give a host's link a rate, both ways, whatever it had before."""
+    """Set the rate of a host's link in both directions."""
     for end in (f"-n {host} qdisc replace dev eth0", f"qdisc replace dev {NAME}-{number}"):
         run("tc", *end.split(), *_shaping(rate_mbit).split())
 
 
 def _shaping(rate_mbit: int) -> str:
-    """A token bucket of about 2 ms, which neither a burst nor the kernel's clock ticks distort."""
+    """Return tc's options for a token bucket of about 2 ms, too short for bursts and long enough for clock ticks."""
     return f"root tbf rate {rate_mbit}mbit burst {max(64_000, rate_mbit * 250)} latency 100ms"
 
 
@@ -318,5 +318,5 @@ def remove_network() -> None:
     for namespace in Path("/run/netns").glob(f"{NAME}-*"):
         _ip(f"netns del {namespace.name}")
     for link in [path.name for path in Path("/sys/class/net").glob(f"{NAME}-*")]:
-        with suppress(ClusterError):  # a namespace takes its link along when it goes, a moment later
+        with suppress(ClusterError):  # a removed namespace also removes its link, a moment later
             _ip(f"link del {link}")

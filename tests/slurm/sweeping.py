@@ -1,4 +1,4 @@
-"""The command on the test cluster, as a user would run it."""
+"""Run the sweep command on the test cluster, as a user does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Done = subprocess.CompletedProcess[str]
 def run_sweep(
     text: str, folder: Path, environment: Mapping[str, str], *options: str, settings: tuple[str, ...] = ()
 ) -> Done:
-    """Run a sweep or a study of this text; the run directory is `folder`/run."""
+    """Run a sweep or a study from the text of its file; the run directory is `folder`/run."""
     path = folder / "sweep.toml"
     path.write_text(text)
     return run_sweep_file(path, folder, environment, *options, settings=settings)
@@ -24,7 +24,7 @@ def run_sweep(
 def run_sweep_file(
     path: Path, folder: Path, environment: Mapping[str, str], *options: str, settings: tuple[str, ...] = ()
 ) -> Done:
-    """Run the sweep of a file likewise; each of the settings is `TABLE.KEY=VALUE`."""
+    """Run a sweep or a study from its file; each of the settings is `TABLE.KEY=VALUE`."""
     command = [sys.executable, "-m", "tula_hpc.sweep", str(path), "--cluster", str(TEMPLATE)]
     command += ["--run-dir", str(folder / "run"), *options]
     command += [word for setting in settings for word in ("--set", setting)]

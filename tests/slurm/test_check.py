@@ -1,4 +1,4 @@
-"""`python -m tula_hpc.check` on the real cluster: a healthy one, and each fault that it is to find, caused."""
+"""`python -m tula_hpc.check` on the real cluster: a healthy one, and one with each fault that it has to find."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ model = "tula_hpc.workloads.small_cnns:compact_cnn"
 dataset = "digits"
 loader_workers = 0
 """
-LINK_GBS = 0.125  # the test cluster's, of 1 Gbit/s
+LINK_GBS = 0.125  # bandwidth of the test cluster's links of 1 Gbit/s
 
 
 class Checked:
-    """What the command said, as data."""
+    """The command's output, as data."""
 
     def __init__(self, code: int, printed: str) -> None:
         self.code, self.data = code, json.loads(printed)
@@ -71,7 +71,7 @@ class Checked:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in which the command works."""
+    """The folder in which the command runs."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sweep.toml").write_text(SWEEP)
     return tmp_path
@@ -87,7 +87,7 @@ def files(
     max_nodes: int = 4,
     workers: int = 2,
 ) -> list[str]:
-    """The command's arguments."""
+    """Write a cluster file; return the command's arguments."""
     settings = {"name": machine.NAME, "nodes": nodes, "sbatch": sbatch, "environment": environment}
     settings |= {"max_nodes": str(max_nodes), "workers": str(workers)}
     (here / f"{name}.toml").write_text(CLUSTER.format(**settings))
@@ -103,7 +103,7 @@ def check(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> Checked:
 
 @contextmanager
 def checking(here: Path, arguments: list[str], environment: dict[str, str]) -> Iterator[Callable[[], Checked]]:
-    """Run the command in the background; what is given waits for its end."""
+    """Run the command in the background; the yielded function waits for its end."""
     command = [sys.executable, "-m", "tula_hpc.check", *arguments, "--json"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, cwd=here, **pipes) as process:
@@ -135,7 +135,7 @@ def slow_node(host: str) -> Iterator[None]:
 def test_a_healthy_cluster_passes_a_slow_link_shows_and_requeue_that_is_off_is_found(
     slurm_cluster: MiniCluster, here: Path, slurm_env: dict[str, str]
 ) -> None:
-    """Two checks on two nodes each at the same time."""
+    """Two checks run at the same time, on two nodes each."""
     healthy = files(here)
     faulty = files(here, sbatch="no-requeue = true", nodes="3-4", name="faulty", workers=1)
     with (
@@ -169,8 +169,8 @@ def check_healthy(checked: Checked) -> None:
 def test_a_missing_interface_shared_cores_a_slow_node_and_two_ranks_on_one_device_are_found(
     here: Path, slurm_env: dict[str, str]
 ) -> None:
-    """In two jobs at the same time, since torch opens none of the cluster's GPUs: Slurm's word says who has which."""
-    # the sweep wants more nodes
+    """Two jobs run at the same time; torch opens none of the made-up GPUs, so Slurm's variables say who has which."""
+    # [0] leaves the sweep out, which needs more nodes than this cluster file has
     path = files(here, sbatch='gpu_bind = "map_gpu:1,1"', nodes="3", name="gpus", max_nodes=1)[0]
     (here / path).write_text((here / path).read_text().replace("[sbatch]", 'device = "cuda"\ngres = "gpu:2"\n[sbatch]'))
     # every Python process of the job binds itself to the same core, as a wrong --cpu-bind would

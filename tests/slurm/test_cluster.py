@@ -1,4 +1,4 @@
-"""The test cluster is what it claims to be; otherwise no other test in this folder means anything."""
+"""The test cluster works as documented; all other tests in this folder rely on that."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ ALLOCATE_300_MB = "print(len(bytearray(300 << 20)))"
 
 
 def submit(cluster: MiniCluster, script: str, log: Path, *options: str) -> str:
-    """A batch job with one shell line; returns its id."""
+    """Submit a batch job with one shell line; return its id."""
     files = ["--chdir", "/", "--output", str(log), "--open-mode", "append"]
     return cluster.run("sbatch", "--parsable", *files, *options, "--wrap", script).strip()
 
 
 def steps(cluster: MiniCluster, job_id: str) -> dict[str, str]:
-    """State by step of a finished job, as the accounting has it."""
+    """Return the state of each step of a finished job, from accounting."""
     lines = cluster.run("sacct", "-Pn", "-o", "JobID,State", "-j", job_id).splitlines()
     return dict(line.split("|") for line in lines)
 
 
 def cpu_quota(host: str) -> float:
-    """The cores that a node may use, read from its cgroup."""
+    """Return the number of cores that a node may use, from its cgroup."""
     if (machine.CGROUPS / "cgroup.controllers").exists():
         quota_us, period_us = (machine.CGROUPS / machine.NAME / host / "cpu.max").read_text().split()
     else:
@@ -146,7 +146,7 @@ def test_accounting_can_be_missing(slurm_cluster: MiniCluster) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("kill", [MiniCluster.kill_slurmd, MiniCluster.kill_node])
 def test_a_killed_node_can_come_back(slurm_cluster: MiniCluster, kill: Callable[[MiniCluster, str], None]) -> None:
-    # a node that dies before it has told the end of its last job gets no other for a minute
+    # a node that dies before it has reported the end of its last job gets no new job for a minute
     slurm_cluster.wait_for(lambda: slurm_cluster.run("sinfo", "-hn", NODE_4, "-p", "batch", "-o", "%t") == "idle\n", 30)
     before = slurm_cluster.pid(f"slurmd-{NODE_4}")
     kill(slurm_cluster, NODE_4)
@@ -197,7 +197,7 @@ class TestLifeCycle:
         killed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False)
         assert killed.returncode == -9
         assert MiniCluster().pid("slurmctld")
-        assert testcluster.running_cluster() is None  # it runs, but nobody owns it
+        assert testcluster.running_cluster() is None  # the cluster runs, but its owner is gone
         with MiniCluster(nodes=2, accounting=False) as cluster:
             assert testcluster.running_cluster() == cluster
             assert len(cluster.run("srun", "--nodes=2", "uname", "-n").split()) == 2

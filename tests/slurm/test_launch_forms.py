@@ -1,4 +1,4 @@
-"""Every way to ask Slurm for GPUs gives each of a node's workers one of its own; the cluster's GPUs only count."""
+"""Every form of asking Slurm for GPUs gives each worker its own GPU; the test cluster's GPUs are made up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tula_hpc.launch.launcher import Launcher
 from tula_hpc.records import RunDirectory
 
 WORKERS = 4
-CORES = 2  # of a worker
+CORES = 2  # cores of each worker
 FORMS: dict[str, dict[str, Any]] = {
     "gres": {"gres": "gpu:4"},
     "gres, exclusive": {"gres": "gpu:4", "exclusive": True},
@@ -32,19 +32,19 @@ FORMS: dict[str, dict[str, Any]] = {
     "gpus": {"max_nodes": 1, "sbatch": {"gpus": 4}},
     "exclusive, of srun": {"exclusive": True, "srun_args": ["-K1", "--gres=gpu:4"]},
 }
-ALONE = {"gpus_per_task", "gpu_bind"}  # forms in which Slurm shows a worker no GPU but its own
-NODES = {"gres": 2}  # of a form's job; else 1
+ALONE = {"gpus_per_task", "gpu_bind"}  # forms with which Slurm shows each worker only its own GPU
+NODES = {"gres": 2}  # nodes of a form's job; default 1
 
 
 def cluster_of(form: str) -> ClusterSpec:
-    """A cluster file with this form, for four workers a node."""
+    """Return a cluster file with this form of request, for four workers per node."""
     common = {"executor": "slurm", "device": "cuda", "partition": "batch", "exclusive": False, "memory_gb": 2.0}
     workers = {"workers_per_node": WORKERS, "cpus_per_worker": CORES}
     return ClusterSpec.model_validate({**common, **workers, **FORMS[form]})
 
 
 def onlooker(folder: Path) -> Callable[[], None]:
-    """A job whose workers note what Slurm tells them; torch is not imported, which would take 36 of them minutes."""
+    """Make a job whose workers note their Slurm variables; importing torch would take 36 workers minutes."""
 
     def job() -> None:
         env = join_job()
@@ -63,7 +63,7 @@ def onlooker(folder: Path) -> Callable[[], None]:
 
 @pytest.fixture(scope="module")
 def notes(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Any]]]:
-    """What the workers of each form noted; the jobs of all forms run side by side."""
+    """The notes of each form's workers; the jobs of all forms run in parallel."""
     with slurm_cluster.cpu_share(200), slurm_cluster.changed(cpus=WORKERS * CORES):
         jobs: dict[str, tuple[Launcher, Path, list[Submitted]]] = {}
         for form in FORMS:
@@ -81,7 +81,7 @@ def notes(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def gpus_seen(note: dict[str, Any]) -> list[str]:
-    """The numbers that a node gives the GPUs which a worker sees, in the order in which torch counts them."""
+    """Return the node's numbers of the GPUs that a worker sees, in the order in which torch counts them."""
     return [name for name in note["visible"].split(",") if name]
 
 
@@ -89,7 +89,7 @@ def gpus_seen(note: dict[str, Any]) -> list[str]:
 def test_every_worker_finds_a_gpu_of_its_own(
     notes: dict[str, list[Any]], form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With torch, which is to take Slurm's word for what is there, in the place of each worker."""
+    """Here torch chooses a device in each worker's environment, and is made to believe in the GPUs that Slurm names."""
     found = set()
     for note in notes[form]:
         seen = gpus_seen(note)
@@ -109,7 +109,7 @@ def test_a_worker_sees_the_gpus_of_its_peers_where_no_option_hides_them(notes: d
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_worker_has_cores_of_its_own(notes: dict[str, list[Any]], form: str) -> None:
-    """As Slurm counts them: the cluster has more than its machine, and binds nobody to any."""
+    """Only as Slurm counts cores: the cluster has more than the machine, and binds no process to a core."""
     for note in notes[form]:
         assert note["cores"] == CORES
         assert note["cores_on_node"] >= WORKERS * CORES

@@ -58,7 +58,7 @@ kind = "time"
 
 
 class Finished:
-    """A run directory and what the command said."""
+    """A run directory and the command's output."""
 
     def __init__(self, folder: Path, done: subprocess.CompletedProcess[str]) -> None:
         self.run, self.done, self.folder = RunDirectory(folder / "run"), done, folder
@@ -71,7 +71,7 @@ class Finished:
 
 @pytest.fixture(scope="session")
 def finished(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
-    """Two sweeps beside each other, since most of their time goes by waiting for jobs."""
+    """Two sweeps in parallel, because they mostly wait for jobs."""
     options = ("--until", "plan", "--set", "cluster.memory_gb=1.5")
     with slurm_cluster.cpu_share(200), ThreadPoolExecutor() as pool:
         folders = {name: tmp_path_factory.mktemp(name) for name in ("digits", "hungry")}
@@ -176,7 +176,7 @@ def test_a_task_over_its_memory_limit_is_recorded_as_out_of_memory(hungry: Finis
     largest = max(killed, key=lambda m: m.local_batch)
     assert largest.local_batch == 256
     smallest = next(m for m in records if m.local_batch == 16)
-    assert (smallest.status, smallest.job_id) == ("ok", largest.job_id)  # measured before, by the same job: not lost
+    assert (smallest.status, smallest.job_id) == ("ok", largest.job_id)  # measured first by the same job: not lost
 
 
 def test_the_search_goes_on_below_the_bound_and_the_plan_respects_it(hungry: Finished) -> None:

@@ -1,4 +1,4 @@
-"""A link that gets slow in mid-training, and a node with busy neighbours: noticed, named, and when it is over."""
+"""A slow link and a node with busy neighbors during training: both are noticed and named, and so is their end."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tula_hpc.launch.launcher import Launcher
 from tula_hpc.records import Configuration, Event, Measurement, RunDirectory, read_metrics, read_records
 
 CONFIGURATION = Configuration(nodes=2, workers_per_node=1, local_batch=32)
-SLOW_MBIT = 20  # of 1000
-ROOM = (0.4, 1.8)  # the prediction's interval: other work on this machine may slow all nodes at once
+SLOW_MBIT = 20  # rate of the slowed link; usually 1000
+ROOM = (0.4, 1.8)  # interval of the prediction; wide, because other work on this machine may slow all nodes at once
 SWEEP = SweepSpec.model_validate(
     {
         "name": "drifting",
@@ -36,7 +36,7 @@ SWEEP = SweepSpec.model_validate(
 
 
 class Training:
-    """A profile and a training without end, in a run directory of its own."""
+    """A profile and an endless training, in a run directory of its own."""
 
     def __init__(self, cluster: MiniCluster, folder: Path) -> None:
         self.cluster, self.run = cluster, RunDirectory(folder).create()
@@ -53,7 +53,7 @@ class Training:
         return measured
 
     def write_plan(self, measured: Measurement) -> None:
-        """What was measured is predicted; the interval is wide."""
+        """Write a plan that predicts what was measured, with a wide interval."""
         assert measured.times is not None
         step_s, known = measured.times.step_time_s, candidate(CONFIGURATION)
         interval = (ROOM[0] * step_s, ROOM[1] * step_s)

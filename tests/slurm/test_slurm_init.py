@@ -1,4 +1,4 @@
-"""`tula init` on the real cluster: the file that it writes is one that Slurm takes jobs for."""
+"""`tula init` on the real cluster: Slurm accepts jobs with the cluster file that it writes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_slurm_takes_jobs_as_the_written_file_asks_for_them(
     said = capsys.readouterr().out
     assert all(name in said for name in ("batch", "cancel", "urgent", "steady"))
     spec = load_cluster(target)
-    # nodes of four GPUs and two cores
+    # each node has four GPUs but only two cores, so two workers
     assert (spec.partition, spec.device, spec.workers_per_node) == (partition or "batch", "cuda", 2)
     launcher = Launcher(spec, RunDirectory(tmp_path / "run").create(), "x")
     script = launcher.script(stage="train", nodes=spec.max_nodes, minutes=spec.train_minutes, tasks=1)
@@ -46,13 +46,13 @@ KINDS = (
     "AllowAccounts=ml",
     "MaxMemPerCPU=900",
 )
-# of a node; of two types a job may ask for one
+# GPUs of a node; a job can ask for only one of two types
 GPUS = ("gpu:4", "gpu:v100:4", "gpu:v100:2,gpu:a100:2", "")
 STATES = ("UP", "UP", "UP", "DRAIN", "DOWN", "INACTIVE")
 
 
 def gres_lines(text: str, gpus: str) -> str:
-    """The file of devices for other types of GPUs, each with the next of the made-up devices."""
+    """Return gres.conf with GPUs of other types, which take the made-up devices in order."""
     line = text.strip().splitlines()[-1]
     nodes = line.split()[0]
     folder = line.partition("File=")[2].partition("[")[0]
@@ -68,7 +68,7 @@ def gres_lines(text: str, gpus: str) -> str:
 
 @contextmanager
 def of_another_kind(cluster: MiniCluster, random: Random) -> Iterator[None]:
-    """The cluster with other partitions, features and GPUs, perhaps without accounting or with accounts that count."""
+    """Give the cluster other partitions, features and GPUs, perhaps without accounting or with enforced accounts."""
     accounts = random.random() < 0.6
     with ExitStack() as stack:
         if not accounts:

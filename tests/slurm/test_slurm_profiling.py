@@ -31,7 +31,7 @@ max_steps = 5
 
 
 class Profiled:
-    """A run directory, what the command said, and the jobs that it submitted."""
+    """A run directory, the command's output, and the jobs that it submitted."""
 
     def __init__(self, folder: Path, done: subprocess.CompletedProcess[str]) -> None:
         assert done.returncode == 0, done.stderr + done.stdout
@@ -45,12 +45,12 @@ def profile(folder: Path, cluster: MiniCluster, **search: object) -> Profiled:
 
 
 def submitted(run: RunDirectory) -> list[str]:
-    """Ids of its jobs; none as long as there is no run."""
+    """Return the ids of the run's jobs; empty if there is no run directory yet."""
     return [event.job_id for event in run.events() if event.event == "submitted"] if run.root.is_dir() else []
 
 
 def profile_that_has_to_leave(folder: Path, cluster: MiniCluster) -> Profiled:
-    """As in a preemption with the user signal, where Slurm refuses the requeue."""
+    """Send a profile's job the user signal, as a preemption may, while Slurm must not requeue the job."""
     pace, run = folder / "pace", RunDirectory(folder / "run")
     pace.write_text("1")
     text = QUICK.replace("tula_hpc.workloads.small_cnns:compact_cnn", "tests.examples.slow:build")
@@ -74,7 +74,7 @@ def profile_that_has_to_leave(folder: Path, cluster: MiniCluster) -> Profiled:
 def begun(
     slurm_cluster: MiniCluster, quick_nodes: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[Profiled]]]:
-    """Profiles at the same time, since most of theirs goes by waiting; that which needs most nodes gets them first."""
+    """Profiles in parallel, because they mostly wait; the one that needs most nodes gets them first."""
     folders = {name: tmp_path_factory.mktemp(name) for name in ("nested", "adaptive", "leaves")}
     with ThreadPoolExecutor() as pool:
 
@@ -130,7 +130,7 @@ def test_the_cost_counts_from_the_start_of_the_allocation(nested: Profiled) -> N
 
 
 def test_a_profile_whose_requeue_is_refused_is_followed_by_another(begun: dict[str, Future[Profiled]]) -> None:
-    """That it had to leave says nothing of what it measured."""
+    """The stop does not count as a failure of the configuration that was being measured."""
     found = begun["leaves"].result()
     ends = [event.failure for event in found.run.events() if event.event == "ended" and event.job_id]
     assert ends == [Failure.PREEMPTED, None]

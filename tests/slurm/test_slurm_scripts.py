@@ -1,4 +1,4 @@
-"""Training scripts on the real cluster, unchanged: from the sweep file to a plan, and how a failing one ends."""
+"""Unchanged training scripts on the real cluster: from the sweep file to a plan, and the end of a failing script."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = ("search.cluster_sizes=[1,4]", "search.nest=true", "search.min_batch=64"
 
 
 def test_a_script_is_measured_on_each_number_of_nodes(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
-    """The shipped example on 1 and 4 nodes in one allocation."""
+    """Measure the shipped example on 1 and 4 nodes in one allocation."""
     settings = (*QUICK, *SIZES)
     command = run_sweep_file(EXAMPLE, tmp_path, slurm_cluster.environment, "--until", "plan", settings=settings)
     assert command.returncode == 0, command.stderr + command.stdout

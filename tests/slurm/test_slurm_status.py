@@ -1,4 +1,4 @@
-"""What `status` hears from a real controller and its accounting."""
+"""`status` with the answers of a real controller and its accounting."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PATIENCE_S = 90.0
 
 
 def told_when(root: Path, holds: Callable[[RunStatus], bool]) -> RunStatus:
-    """The first status for which it holds."""
+    """Return the first status for which the predicate holds."""
     deadline = time.monotonic() + PATIENCE_S
     while not holds(told := status.status_of(root)):
         assert time.monotonic() < deadline, status_text(told)
@@ -49,7 +49,7 @@ def test_status_sees_what_runs_waits_was_requeued_and_is_over(
     assert reasons[second.job_id] == ("JobArrayTaskLimit", False)
     assert reasons[held.job_id] == ("JobHeldUser", True)
 
-    slurm.cancel([second.job_id])  # or it would run while the first one waits
+    slurm.cancel([second.job_id])  # otherwise the second job would run while the first one waits
     time.sleep(2.0)
     slurm.run_command(["scontrol", "requeue", first.job_id])
     told_when(root, lambda told: phase(told, first.job_id) is JobPhase.WAITING)

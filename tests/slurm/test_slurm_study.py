@@ -1,4 +1,4 @@
-"""A study on the real cluster: one array, as many at a time as the cluster file says."""
+"""A study on the real cluster: one job array that keeps to the cluster file's limit of parallel tasks."""
 
 from __future__ import annotations
 

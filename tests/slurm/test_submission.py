@@ -1,4 +1,4 @@
-"""Submission through the real scheduler: each task once, whatever the controller, the site or the submitter does."""
+"""Submission to the real scheduler: each task runs once, whatever the controller, the site or the submitter does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("quick_nodes")
 
 
 def says(number: int, folder: Path, seconds: float = 0.0) -> Callable[[], None]:
-    """A job that writes down when it ran. An inner function, because those are pickled by value."""
+    """Make a job that writes down when it ran; an inner function, because those are pickled by value."""
 
     def job() -> None:
         began = time.time()
@@ -43,7 +43,7 @@ def says(number: int, folder: Path, seconds: float = 0.0) -> Callable[[], None]:
 
 
 def runs(folder: Path) -> Counter[int]:
-    """How often each task ran."""
+    """Count how often each task ran."""
     return Counter({int(path.stem): len(path.read_text().splitlines()) for path in folder.glob("*.txt")})
 
 
@@ -60,13 +60,13 @@ def notes(tmp_path: Path) -> Path:
 
 
 def names(launcher: Launcher) -> list[str]:
-    """Of all submissions, as they were written down before sbatch was called."""
+    """Return the names of all submissions, from the notices written before sbatch is called."""
     return [json.loads(path.read_text())["name"] for path in launcher.run.slurm.glob(f"*/{NOTICE}")]
 
 
 @contextmanager
 def stopped(cluster: MiniCluster, seconds: float) -> Iterator[None]:
-    """The controller does not answer for so long after the block began."""
+    """Stop the controller from answering for some seconds, counted from the start of the block."""
     pid = cluster.pid("slurmctld")
     assert pid is not None
     os.kill(pid, SIGSTOP)
@@ -84,7 +84,7 @@ def test_a_controller_that_is_paused_during_sbatch_gets_exactly_one_job(
     launcher = launcher_at(tmp_path)
     with stopped(slurm_cluster, 15):
         jobs = launcher.submit([says(0, notes)], stage="profile", nodes=1, minutes=2)
-    assert "looking for the job" in capfd.readouterr().err  # sbatch did fail
+    assert "looking for the job" in capfd.readouterr().err  # proves that sbatch failed
     launcher.wait(jobs)
     (name,) = names(launcher)
     assert slurm.named(name) == [jobs[0].job_id]
@@ -106,7 +106,7 @@ def test_larger_arrays_are_submitted_in_pieces_that_run_one_after_another(
 
 
 def stops_once(folder: Path) -> Requeueable:
-    """A job that writes down what it sees of its environment, and the first time then waits to be stopped."""
+    """Make a job that writes down parts of its environment and, at its first run, waits to be stopped."""
 
     class StopsOnce(Requeueable):
         def __call__(self) -> None:
@@ -141,7 +141,7 @@ def test_a_limit_on_submitted_jobs_is_respected_and_nothing_is_lost(
     launcher = launcher_at(tmp_path, "array_parallelism=4")
     with slurm_cluster.changed(submit_limit=2):
         todo = list(range(4))
-        while todo:  # as the stages do: what was not accepted comes again
+        while todo:  # like the stages, submit again what was not accepted
             jobs = launcher.submit([says(i, notes) for i in todo], stage="profile", nodes=1, minutes=2)
             assert 1 <= len(jobs) <= 2
             if len(jobs) == 2:
@@ -185,7 +185,7 @@ def test_a_submitter_that_is_killed_around_sbatch_leaves_nothing_twice_and_nothi
     launcher = launcher_at(tmp_path)
     known = [event.job_id for event in launcher.run.events()]
     assert len(known) == 1
-    monkeypatch.setattr("tula_hpc.launch.slurm_executor.SBATCH_S", 0.0)  # no sbatch is at work any more
+    monkeypatch.setattr("tula_hpc.launch.slurm_executor.SBATCH_S", 0.0)  # no wait: no sbatch call is still running
     found = launcher.find_lost()
     assert len(found) == 3
     ids = [event.job_id for event in launcher.run.events()]
@@ -204,7 +204,7 @@ def test_what_the_scheduler_refuses_for_good_is_one_clear_line(slurm_cluster: Mi
 
 
 def dry_run_of(folder: Path) -> list[str]:
-    """Arguments for one, of folder/sweep.toml."""
+    """Return the arguments of a dry run of `folder`/sweep.toml."""
     sweep = folder / "sweep.toml"
     search = "min_batch = 32\nmax_batch = 64\nestimate = false\n"
     sweep.write_text(f'name = "asked"\n[workload]\ndataset = "digits"\n[search]\n{search}')

@@ -31,7 +31,7 @@ from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM, Signals
 from string import Template
 
-if __name__ == "__main__":  # run by its path: Python does not yet know the folder that `tests` is in
+if __name__ == "__main__":  # run by its path: the folder of `tests` is not yet on Python's path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.slurm import machine
@@ -41,19 +41,19 @@ __all__ = ["STATE", "ClusterError", "MiniCluster", "main", "running_cluster"]
 
 STATE = Path(f"/var/tmp/tula-testcluster{NUMBER or ''}")
 TEMPLATES = Path(__file__).resolve().parent / "conf"
-NULL_DEVICE = os.makedev(1, 3)  # what stands for a GPU: Slurm takes nothing but a device
+NULL_DEVICE = os.makedev(1, 3)  # device number of /dev/null, used for made-up GPUs: Slurm accepts only device files
 SERVICES = ("database_port", "accounting_port", "controller_port", "node_port")
 PORTS = {name: 16806 + 10 * NUMBER + place for place, name in enumerate(SERVICES)}
 
 # Both scripts end in exec, so the pid that they write is the daemon's. Arguments: state folder, pid name, place,
-# command. The mount namespaces give them a hosts file of their own.
+# command. The mount namespaces give the daemons a hosts file of their own.
 HEAD_ENTRY = """
 set -e; state=$1; echo $$ >"$state/run/$2.pid"; echo $$ >"${HIERARCHIES%% *}/$NAME/head/cgroup.procs"; shift 3
 exec unshare --uts --mount sh -c 'hostname $NAME-head; mount --bind "$0/hosts" /etc/hosts; exec "$@"' "$state" "$@"
 """
-# nsenter, not `ip netns exec`: the latter mounts a fresh /sys and hides the cgroups from slurmd. A slurmd sees its own
+# nsenter, because `ip netns exec` mounts a fresh /sys and so hides the cgroups from slurmd. A slurmd sees its own
 # branch of every cgroup hierarchy as the whole, so no process of a job can leave the branch with the node's CPU quota.
-# Every start makes a new branch: once Slurm has put jobs into one, cgroup v2 lets no process into its root.
+# Every start makes a new branch: once Slurm has put jobs into a branch, cgroup v2 allows no process in its root.
 NODE_ENTRY = """
 set -e; state=$1 place=$3; echo $$ >"$state/run/$2.pid"; shift 3
 for h in $HIERARCHIES; do mkdir -p "$h/$NAME/$place/$$/daemon"; echo $$ >"$h/$NAME/$place/$$/cgroup.procs"; done
@@ -73,22 +73,22 @@ CGROUP_V2 = "CgroupPlugin=cgroup/v2\nIgnoreSystemd=yes"
 class MiniCluster:
     """A Slurm cluster on this machine; `with MiniCluster(grace_s=5) as cluster:` brings it up and takes it down.
 
-    There is at most one on a machine, or one for each worker of pytest-xdist. The objects hold settings only: a second
-    one, made in another process, reaches the same running cluster.
+    A machine has at most one cluster, or one for each worker of pytest-xdist. The objects hold settings only: an object
+    made in another process controls the same running cluster.
     """
 
     nodes: int = 4
-    rate_mbit: int = 1000  # of every node's link, each way
-    cpu_percent: int = 50  # of one core, per node
+    rate_mbit: int = 1000  # rate of every node's link in each direction, in Mbit/s
+    cpu_percent: int = 50  # CPU quota of a node, in per cent of one core
     node_memory_mb: int = 5000
-    accounting: bool = True  # slurmdbd; without it sacct fails
-    user_signal: bool = False  # preemption sends the signal that the job asked for with --signal, not TERM
+    accounting: bool = True  # whether slurmdbd runs; without it sacct fails
+    user_signal: bool = False  # preemption sends the signal of the job's --signal option instead of TERM
     max_array_size: int = 1001
-    grace_s: int = 10  # between a preempted job's TERM and its KILL
-    requeue: bool = True  # whether jobs may be requeued when they do not say
+    grace_s: int = 10  # seconds between a preempted job's TERM and its KILL
+    requeue: bool = True  # whether jobs without a requeue option may be requeued
     submit_limit: int = 0  # jobs that a user may have in the queue; 0: no limit
-    cpus: int = 2  # that Slurm counts on a node; it binds nothing to them
-    gpus: int = 4  # that Slurm counts on a node: files that stand for devices
+    cpus: int = 2  # CPUs that Slurm counts on a node; it binds no process to them
+    gpus: int = 4  # GPUs that Slurm counts on a node; made-up device files
 
     def __post_init__(self) -> None:
         check(1 <= self.nodes <= 100, f"nodes: expected 1 to 100, got {self.nodes}")
@@ -125,11 +125,11 @@ class MiniCluster:
         """Bring the cluster up and wait until all nodes are idle.
 
         Args:
-            owner_pid: The process that will take it down; once that is gone, the cluster counts as stale and the next
-                `up` replaces it. None: it stays until someone calls `down`.
+            owner_pid: Process that will take the cluster down; once it is gone, the cluster is stale, and the next
+                `up` replaces it. None: the cluster stays until someone calls `down`.
 
         Raises:
-            ClusterError: The machine cannot carry it, another one is up, or it did not start (then with its last logs).
+            ClusterError: The machine lacks something, another cluster is up, or this one did not start (with logs).
         """
         problem = machine.missing_requirement()
         check(problem is None, str(problem))
@@ -147,13 +147,13 @@ class MiniCluster:
                 raise
 
     def down(self) -> None:
-        """Remove every trace of it: processes, jobs, namespaces, links, cgroups, files. Harmless when there is none."""
+        """Remove every trace of a cluster, if any: processes, jobs, namespaces, links, cgroups and files."""
         machine.require_root()
         with _lock():
             _remove_everything()
 
     def is_up(self) -> bool:
-        """Whether the controller runs and all nodes answer to it."""
+        """Return whether the controller runs and all nodes answer to it."""
         if self.pid("slurmctld") is None:
             return False
         try:
@@ -180,15 +180,15 @@ class MiniCluster:
         """Wait until the predicate holds.
 
         Raises:
-            ClusterError: It never did; the message says what was waited for.
+            ClusterError: It did not hold in time; the message says what was waited for.
         """
         machine.wait_for(predicate, timeout_s, what, pause_s)
 
     def job_state(self, job_id: str | int) -> str:
-        """The job's state in Slurm's long form, such as RUNNING; from the controller, else from the accounting.
+        """Return the job's state in Slurm's long form, such as RUNNING; from the controller, else from accounting.
 
         Raises:
-            ClusterError: Neither knows the job.
+            ClusterError: Neither of them knows the job.
         """
         try:
             words = self.run("scontrol", "show", "job", "--oneliner", str(job_id)).split()
@@ -201,14 +201,14 @@ class MiniCluster:
     def preempt(self, job_id: str | int, hold_s: float = 1.0) -> str:
         """Preempt a running job by a small one in the partition `urgent` on the same nodes.
 
-        What Slurm does then is up to the partition of the running job. In `batch` it sends TERM at once (with
-        `user_signal`, the signal of --signal instead, where the job asked for one). It looks every KillWait +
-        MessageTimeout = 15 s whether the grace time is over, and then kills and requeues. A job in `suspend` must have
-        all of its nodes' CPUs, but not be exclusive: Slurm suspends none of those.
+        The running job's partition decides what Slurm does then. In `batch` it sends TERM at once (with `user_signal`,
+        the signal of the job's --signal option if there is one). Every KillWait + MessageTimeout = 15 s, Slurm checks
+        whether the grace time is over, and then kills and requeues the job. A job in `suspend` must have all CPUs of
+        its nodes without being exclusive: Slurm does not suspend exclusive jobs.
 
         Args:
-            job_id: Of the running job.
-            hold_s: For which the new job keeps the nodes.
+            job_id: Id of the running job.
+            hold_s: Seconds for which the new job keeps the nodes.
 
         Returns:
             The id of the new job.
@@ -226,7 +226,7 @@ class MiniCluster:
         self.run("scancel", f"--signal={name}", str(job_id))
 
     def pid(self, daemon: str) -> int | None:
-        """The pid of `munged`, `mariadbd`, `slurmdbd`, `slurmctld` or `slurmd-<host>`; None when it does not run."""
+        """Return the pid of `munged`, `mariadbd`, `slurmdbd`, `slurmctld` or `slurmd-<host>`; None if not running."""
         try:
             pid = int((STATE / f"run/{daemon}.pid").read_text())
         except (OSError, ValueError):
@@ -234,11 +234,11 @@ class MiniCluster:
         return pid if pid in machine.cluster_pids() and machine.start_time(pid) else None
 
     def kill_slurmd(self, host: str) -> None:
-        """SIGKILL a node's slurmd; its jobs live on for a while, and Slurm notices after SlurmdTimeout, 20 s."""
+        """Kill a node's slurmd; its jobs live on for a while, and Slurm notices after SlurmdTimeout, 20 s."""
         self._stop(f"slurmd-{host}", SIGKILL)
 
     def kill_node(self, host: str) -> None:
-        """SIGKILL every process on a node, as a power failure does."""
+        """Kill every process on a node, as a power failure does."""
         check(host in self.hosts, f"no node {host}; there are {', '.join(self.hosts)}")
         machine.kill_processes(host)
 
@@ -248,25 +248,25 @@ class MiniCluster:
         self._launch(f"slurmd-{host}", "slurmd", "-D", "-N", host, place=host)
 
     def hosts_of(self, job_id: str | int) -> tuple[str, ...]:
-        """Where a job runs, in order; empty when it does not."""
+        """Return the hosts on which a job runs, in Slurm's order; empty if it does not run."""
         nodes = self.run("squeue", "-h", "-j", str(job_id), "-t", "running", "-o", "%N").strip()
         return tuple(self.run("scontrol", "show", "hostnames", nodes).split()) if nodes else ()
 
     def task_pids(self, job_id: str | int) -> dict[int, int]:
-        """The processes of a job that srun started, by rank; not what they started themselves."""
+        """Return by rank the pids of the processes that srun started for a job, without their children."""
         return machine.task_pids(str(job_id))
 
     def is_alive(self, pid: int) -> bool:
-        """Whether that process of the cluster has not ended."""
+        """Return whether a process of the cluster still runs."""
         return machine.start_time(pid) is not None
 
     def kill_task(self, job_id: str | int, rank: int, number: Signals = SIGKILL) -> None:
-        """Send a signal to one process of a job; SIGKILL is what the kernel sends where a node's memory runs out."""
+        """Send a signal to one process of a job; by default SIGKILL, as the kernel does if memory runs out."""
         os.kill(self.task_pids(job_id)[rank], number)
 
     def kill_job(self, job_id: str | int) -> None:
-        """SIGKILL all processes of a job at once. (`scancel --signal=KILL` is no kill: it cancels the job.)"""
-        # stopped first: none acts on the end of another, as its batch script would on that of srun
+        """Kill all processes of a job at once (`scancel --signal=KILL` would cancel the job instead)."""
+        # stop all of them first, so that none reacts to the end of another, such as the batch script to that of srun
         for number in (SIGSTOP, SIGKILL):
             for pid in machine.job_pids(str(job_id)):
                 with suppress(ProcessLookupError):
@@ -277,11 +277,11 @@ class MiniCluster:
         self._restart_controller(SIGTERM)
 
     def kill_controller(self) -> None:
-        """SIGKILL slurmctld and start it again."""
+        """Kill slurmctld and start it again."""
         self._restart_controller(SIGKILL)
 
     def pause_controller(self, seconds: float) -> None:
-        """Let slurmctld answer nobody for a while, as a busy one does."""
+        """Stop slurmctld from answering for a while, as if it were busy."""
         pid = self.pid("slurmctld")
         check(pid is not None, "slurmctld does not run")
         assert pid is not None
@@ -291,7 +291,7 @@ class MiniCluster:
 
     @contextmanager
     def cpu_share(self, percent: int) -> Iterator[None]:
-        """Nodes with another CPU quota, in per cent of a core, until the block ends; for tests that time nothing."""
+        """Give nodes another CPU quota, in per cent of a core, within the block; for tests that do not check times."""
         machine.set_cpu_quota(self.hosts, percent)
         try:
             yield
@@ -300,7 +300,7 @@ class MiniCluster:
 
     @contextmanager
     def slow_link(self, host: str, rate_mbit: int) -> Iterator[None]:
-        """A node's link at another rate, both ways, until the block ends."""
+        """Give a node's link another rate in both directions within the block."""
         check(host in self.hosts, f"no node {host}; there are {', '.join(self.hosts)}")
         number = self.hosts.index(host) + 1
         machine.shape_link(number, host, rate_mbit)
@@ -311,7 +311,7 @@ class MiniCluster:
 
     @contextmanager
     def changed(self, **settings: bool | int) -> Iterator[MiniCluster]:
-        """The running cluster with other settings of its controller, until the block ends; jobs and accounting survive.
+        """Change settings of the running cluster's controller within the block; jobs and accounting survive.
 
         Args:
             settings: Any of accounting (False only), user_signal, max_array_size, grace_s, requeue, submit_limit, cpus
@@ -336,13 +336,13 @@ class MiniCluster:
             self._tell_nodes(other.cpus)
 
     def _limit_submissions(self, before: int) -> None:
-        """Tell accounting, which tells the controller, how many jobs a user may have."""
+        """Set the number of jobs that a user may have in accounting, which passes it to the controller."""
         if self.submit_limit != before:
             limit = f"MaxSubmitJobsPerUser={self.submit_limit or -1}"
             self.run("sacctmgr", "--immediate", "modify", "qos", "normal", "set", limit)
 
     def _tell_nodes(self, cpus_before: int) -> None:
-        """Start the nodes' daemons anew where the number of CPUs has changed: they read it at their start."""
+        """Restart the nodes' daemons if the number of CPUs has changed, because they read it only at their start."""
         if self.cpus == cpus_before:
             return
         for host in self.hosts:
@@ -351,7 +351,7 @@ class MiniCluster:
         machine.wait_for(self._all_idle, 30, f"{self.nodes} idle nodes")
 
     def logs(self, lines: int = 5) -> str:
-        """The last lines of every daemon's log, for error messages."""
+        """Return the last lines of every daemon's log, for error messages."""
         files = sorted((STATE / "log").glob("*.log")) if STATE.is_dir() else []
         files += [path for path in sorted((STATE / "log").glob("*.out")) if path.with_suffix(".log") not in files]
         return "\n".join(f"--- {path}\n{tail}" for path in files if (tail := _tail(path, lines)))
@@ -398,7 +398,7 @@ class MiniCluster:
         files = {"socket": socket_file, "key-file": STATE / "munge.key", "pid-file": STATE / "run/munged.own.pid"}
         files |= {"log-file": STATE / "log/munged.log", "seed-file": STATE / "munge.seed"}
         options = [f"--{option}={path}" for option, path in files.items()]
-        # without an origin munge takes it from the machine's host name, and slurmctld asks DNS for what comes of that
+        # without --origin, munge would use the machine's host name, for which slurmctld would then ask DNS
         self._launch("munged", "munged", "-F", f"--origin={HEAD}", *options)
         machine.wait_for(socket_file.exists, 10, "munged")
         if self.accounting:
@@ -410,14 +410,14 @@ class MiniCluster:
 
     def _start_accounting(self) -> None:
         data, password = STATE / "database", secrets.token_hex(16)
-        # a starting mariadbd removes every temporary table in its folder, also those of a second cluster that starts
+        # own --tmpdir, because a starting mariadbd removes all temporary tables there, even those of another cluster
         own = ["--no-defaults", "--user=root", f"--datadir={data}", f"--tmpdir={STATE}/run"]
         machine.run("mariadb-install-db", *own, "--skip-test-db", environment=self.environment)
         grant = f"grant all on slurm_acct_db.* to 'slurm'@'%' identified by '{password}';"
         _write(STATE / "database.sql", f"create database slurm_acct_db;\n{grant}\n".encode(), 0o600)
         _fill_in("slurmdbd.conf", {"password": password}, 0o600)
         place = [f"--bind-address={HEAD}", f"--port={PORTS['database_port']}", f"--socket={STATE}/run/mariadbd.socket"]
-        # durability is not wanted: the data live as long as the daemon
+        # no durability: the data are needed only as long as the daemon runs
         speed = ["--skip-name-resolve", "--innodb-flush-log-at-trx-commit=0", "--innodb-lock-wait-timeout=900"]
         files = [f"--pid-file={STATE}/run/mariadbd.own.pid", f"--init-file={STATE}/database.sql"]
         self._launch("mariadbd", "mariadbd", *own, *place, *speed, *files)
@@ -431,7 +431,7 @@ class MiniCluster:
         detached = ["setsid", "--fork", "sh", "-c", entry, "sh", str(STATE), name, place, *command]
         environment = {**self.environment, "NAME": NAME, "HIERARCHIES": " ".join(map(str, machine.hierarchies()))}
         environment["CONTROLLERS"] = machine.subtree_control() if machine.has_cgroup_v2() else ""
-        # with cgroup v2 slurmd takes this as the sign that somebody has prepared its cgroup, as we have
+        # with cgroup v2, this variable tells slurmd that its cgroup is already prepared, as NODE_ENTRY has done
         environment["INVOCATION_ID"] = "testcluster"
         with (STATE / f"log/{name}.out").open("ab") as out:
             subprocess.run(detached, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, check=True)
@@ -466,7 +466,7 @@ class MiniCluster:
 
 
 def running_cluster() -> MiniCluster | None:
-    """The cluster that is up on this machine with the settings it was brought up with, or None."""
+    """Return the cluster that is up on this machine, with its original settings, or None."""
     if not _is_live():
         return None
     return MiniCluster(**json.loads((STATE / "cluster.json").read_text())["settings"])
@@ -474,7 +474,7 @@ def running_cluster() -> MiniCluster | None:
 
 @contextmanager
 def _lock() -> Iterator[None]:
-    """One bring-up or clean-up at a time. An abstract socket: it needs no file, and the kernel frees it when we die."""
+    """Allow one bring-up or clean-up at a time, by an abstract socket: it needs no file, and ends with the process."""
     with socket.socket(socket.AF_UNIX) as holder:
         try:
             holder.bind(f"\0{STATE.name}")
@@ -484,7 +484,7 @@ def _lock() -> Iterator[None]:
 
 
 def _is_live() -> bool:
-    """Whether a controller runs and, where the cluster has an owner, that process is still there."""
+    """Return whether a controller runs and, if the cluster has an owner, the owner's process is still there."""
     if MiniCluster().pid("slurmctld") is None:
         return False
     try:
@@ -495,7 +495,7 @@ def _is_live() -> bool:
 
 
 def _remove_everything() -> None:
-    """Take down whatever there is, in whatever state; what is not there is not missed."""
+    """Take down whatever parts of a cluster exist, in whatever state."""
     machine.kill_processes()
     machine.remove_cgroups()
     machine.remove_network()
@@ -567,7 +567,7 @@ def _status() -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Run one command; returns the exit code: 0 done, 1 not up or failed, 2 wrong arguments."""
+    """Run one command; return the exit code: 0 done, 1 not up or failed, 2 wrong arguments."""
     options = vars(_parser().parse_args(arguments))
     command = options.pop("command")
     try:

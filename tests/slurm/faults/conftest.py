@@ -1,4 +1,4 @@
-"""What happened to trainings that met faults, for the tests that look at it."""
+"""Fixtures that run the stories of trainings with faults, and give each test its training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _waits_for_stories(item):
-            item.add_marker(pytest.mark.timeout(1200))  # the first one waits for all of them
+            item.add_marker(pytest.mark.timeout(1200))  # the first such test waits for all stories
 
 
 def _waits_for_stories(item: pytest.Item) -> bool:
@@ -28,7 +28,7 @@ def _waits_for_stories(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """What happened to a training goes with a test of it that fails: its run directory may not outlive the machine."""
+    """Add the training's events to the report of a failed test: the run directory may be lost with the machine."""
     report = yield
     told = getattr(item, "funcargs", {}).get("told")
     if report.failed and isinstance(told, Training):
@@ -40,7 +40,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 def stories(
     request: pytest.FixtureRequest, slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Stories:
-    """Trainings that met faults: those that the chosen tests look at, all told at the same time."""
+    """The stories that the selected tests need, run to their end, all at the same time."""
     here = (item for item in request.session.items if item.path.parent == HERE)
     chosen = (item.callspec.params for item in here if hasattr(item, "callspec"))
     names = {params["told"] for params in chosen if "told" in params}
@@ -55,5 +55,5 @@ def stories(
 
 @pytest.fixture
 def told(request: pytest.FixtureRequest, stories: Stories) -> Training:
-    """A training that met a fault, see `about`."""
+    """The training whose story the test named with `about`."""
     return stories[request.param]

@@ -1,6 +1,6 @@
-"""One training on the test cluster, run as the command itself runs it, and what a test does to it and reads of it.
+"""One training on the test cluster, run as the command runs it, with methods to disturb it and to read its records.
 
-Its model sleeps rather than computes, at a pace that the test sets: as long as a fault needs, and then no more.
+Its model sleeps instead of computing. The test sets how long: slow until its fault is over, then without sleep.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from tula_hpc.records import (
 from tula_hpc.stages.context import Sweep
 from tula_hpc.stages.train import train_stage
 
-PATIENCE_S = 600  # for anything that a story waits for: many trainings share two cores
-LOOK_PAUSE_S = 0.5  # between two looks at files or the queue: many stories look, and the jobs need the processors
-EARLY_STEP = 12  # of 64: in the second epoch of 8 steps each, after several checkpoints
+PATIENCE_S = 600  # limit for every wait of a story; long, because many trainings share two cores
+LOOK_PAUSE_S = 0.5  # pause between two polls of files or the queue, to leave the processors to the jobs
+EARLY_STEP = 12  # step of 64 for a fault: in the second epoch of 8 steps, after several checkpoints
 ONE = Configuration(nodes=1, workers_per_node=1, local_batch=64)
 WORKLOAD = {
     "dataset": "digits",
@@ -57,27 +57,27 @@ TRAINING = {
 
 
 class Settings(NamedTuple):
-    """Of one training."""
+    """What one training trains, and how its job runs."""
 
     configuration: Configuration = ONE
     training: Mapping[str, object] = {}  # keys of [training]
     cluster: Mapping[str, object] = {}  # keys of the cluster file
-    loader_workers: int = 0  # each is a process that imports torch
-    pace_s: float = 0.4  # of a training pass, until the training hurries
-    spec: SweepSpec | None = None  # another sweep, with another plan
+    loader_workers: int = 0  # few, because each is a process that imports torch
+    pace_s: float = 0.4  # duration of a training pass, until `Training.hurry`
+    spec: SweepSpec | None = None  # replaces the usual sweep; needs a plan that fits
     plan: Plan | None = None
 
 
 class Strike(NamedTuple):
-    """A fault, when it was caused."""
+    """A fault that the test caused."""
 
     at: float  # Unix time
-    saved: int  # samples seen of the newest checkpoint then
+    saved: int  # samples that the newest checkpoint had seen at that time
 
 
 @dataclass
 class Account:
-    """What one run of the command came to."""
+    """The result or the error of one run of the command."""
 
     result: TrainResult | None = None
     error: str = ""
@@ -89,7 +89,7 @@ class Training:
     Args:
         name: Key of `STORIES`.
         cluster: The test cluster.
-        folder: Made for it.
+        folder: New folder for its files; must not exist.
         settings: What and where it trains.
     """
 
@@ -105,19 +105,19 @@ class Training:
         self.plan = settings.plan or only(settings.configuration)
         self.strikes: list[Strike] = []
         self.accounts: list[Account] = []
-        self.seen: dict[str, Any] = {}  # what the story itself saw
+        self.seen: dict[str, Any] = {}  # observations of the story, for its tests
         self._command: threading.Thread | None = None
 
     def set_pace(self, seconds: float) -> None:
-        """How long a training pass takes from now on."""
+        """Set the duration of a training pass from now on."""
         write_atomically(self.pace_file, str(seconds))
 
     def hurry(self) -> None:
-        """The fault is over: no more sleep."""
+        """Train without sleeping from now on, once the fault is over."""
         self.set_pace(0.0)
 
     def start(self, **cluster: object) -> None:
-        """Run the command; see `end`."""
+        """Start the command in a thread; `end` waits for it."""
         spec = cluster_for(self, {**self.settings.cluster, **cluster})
         account = Account()
         self.accounts.append(account)
@@ -132,23 +132,23 @@ class Training:
         self._command.start()
 
     def end(self) -> Account:
-        """Wait for the command's end."""
+        """Wait for the command's end; return its result or error."""
         assert self._command is not None
         self._command.join(PATIENCE_S)
         assert not self._command.is_alive(), f"{self.run.root} has not ended: {self.events()}"
         return self.accounts[-1]
 
     def events(self, kind: str = "") -> list[Event]:
-        """Those of one kind, or all."""
+        """Return the run's events, all or those of one kind."""
         return [event for event in self.run.events() if kind in ("", event.event)]
 
     @property
     def job_id(self) -> str:
-        """Of the newest job."""
+        """Id of the newest job."""
         return self.events("submitted")[-1].job_id
 
     def wait_for(self, predicate: Callable[[], object], what: str) -> None:
-        """Wait until it holds; there is no use in waiting once the command has ended."""
+        """Wait until the predicate holds; fail at once if the command ends before."""
 
         def settled() -> bool:
             over = self._command is not None and not self._command.is_alive()
@@ -158,11 +158,11 @@ class Training:
         self.cluster.wait_for(settled, PATIENCE_S, what, LOOK_PAUSE_S)
 
     def wait_for_event(self, kind: str, number: int = 1) -> None:
-        """Wait until there are so many events of this kind."""
+        """Wait until there are at least `number` events of this kind."""
         self.wait_for(lambda: len(self.events(kind)) >= number, f"event {number} of kind {kind} in {self.run.root}")
 
     def wait_for_steps(self, more: int = EARLY_STEP) -> None:
-        """Wait until so many steps more were logged by the newest run, and a checkpoint of it is there."""
+        """Wait until the newest run has logged `more` steps and there are several checkpoints."""
         before = max([event.data["step"] for event in self.events("resumed")], default=0)
 
         def reached() -> bool:
@@ -172,43 +172,43 @@ class Training:
         self.wait_for(reached, f"step {before + more} in {self.run.root}")
 
     def strike(self, cause: Callable[[], object]) -> None:
-        """Cause a fault, and remember when and what was saved by then."""
+        """Cause a fault, and record its time and the samples saved by then."""
         saved = self.saved_samples()
         self.strikes.append(Strike(time.time(), saved))
         cause()
 
     @property
     def store(self) -> CheckpointStore:
-        """Its checkpoints."""
+        """The training's checkpoints."""
         return CheckpointStore(self.files.checkpoints)
 
     def saved_samples(self) -> int:
-        """Of the newest file."""
+        """Return the samples seen in the newest checkpoint, from its file name."""
         return int(self.store.paths()[-1].stem.rpartition("-")[2])
 
     def result(self) -> TrainResult:
-        """Of the last run of the command."""
+        """Return the result of the command's last run; fail if it ended with an error."""
         result = self.accounts[-1].result
         assert result is not None, self.accounts[-1].error
         return result
 
     def last_checkpoint(self) -> LoadedCheckpoint:
-        """The newest that can be used."""
+        """Return the newest checkpoint that is not damaged."""
         loaded = self.store.load_latest()
         assert loaded is not None
         return loaded
 
     def losses(self) -> list[tuple[int, int, float | None, float]]:
-        """Step, samples seen, loss and rate of every step."""
+        """Return step, samples seen, loss and learning rate of every step."""
         return [(m.step, m.samples_seen, m.loss, m.lr) for m in read_metrics(self.files.metrics_file).steps]
 
     def redone_steps(self) -> int:
-        """Steps that were done more than once."""
+        """Return the number of steps that were repeated after a fault."""
         lines = read_records(StepMetrics, [self.files.metrics_file]).records
         return len(lines) - len({line.samples_seen for line in lines})
 
     def resume_times_s(self) -> list[float]:
-        """From every fault, or where none was caused by hand from every stop, to the training going on."""
+        """Return the seconds from each fault (from each preemption if the test caused none) to the next resume."""
         begun = [strike.at for strike in self.strikes] or [event.time for event in self.events("preempted")]
         resumed = [event.time for event in self.events("resumed")]
         return [min((at for at in resumed if at > begin), default=begin) - begin for begin in begun]
@@ -228,28 +228,28 @@ class Training:
         ]
 
     def account(self) -> str:
-        """What happened to it, a line for each event; for people."""
+        """Return the run's events as text for people, a line for each."""
         events = self.events()
         lines = (f"{e.time - events[0].time:6.1f} s {e.job_id} {e.event} {e.failure or ''} {e.detail}" for e in events)
         return "\n".join(lines)
 
     def logs(self) -> str:
-        """All that its jobs wrote."""
+        """Return all that the jobs wrote to stderr."""
         return "\n".join(path.read_text(errors="replace") for path in sorted(self.run.slurm.glob("*/*.err")))
 
     def cancel(self) -> None:
-        """So that nothing of it is left."""
+        """Cancel all of the training's jobs."""
         for job_id in {event.job_id for event in self.events("submitted")}:
             with suppress(ClusterError):
                 self.cluster.run("scancel", job_id)
 
 
 def cluster_for(training: Training, changes: Mapping[str, object]) -> ClusterSpec:
-    """The test cluster's template; two trainings share a node, unless a story says otherwise."""
+    """Return the test cluster's template with changes; two trainings share a node, unless the story changes that."""
     settings = training.settings
     base = load_cluster(TEMPLATE, [f"workers_per_node={settings.configuration.workers_per_node}"])
     environment = {**base.environment, PACE_FILE: str(training.pace_file)}
-    # a preemption that another story causes may hit any job that can be preempted
+    # Slurm may choose any job for another story's preemption, so by default a job cannot be preempted
     shared = {
         "partition": "steady",
         "exclusive": False,
@@ -261,7 +261,7 @@ def cluster_for(training: Training, changes: Mapping[str, object]) -> ClusterSpe
 
 
 def only(configuration: Configuration) -> Plan:
-    """A plan that chose this."""
+    """Return a plan that chose this configuration and has no fallback."""
     chosen = candidate(configuration).model_copy(update={"feasible": True})
     return plan([chosen] * 4, chosen=chosen, fallbacks=[])
 

@@ -1,4 +1,4 @@
-"""Faults that trainings meet: each story starts a training, causes something, and sees to the end of it."""
+"""Faults that trainings meet: each story starts a training, causes a fault, and waits for the training's end."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PAIR = Configuration(nodes=1, workers_per_node=2, local_batch=32)
 TWO_NODES = Configuration(nodes=2, workers_per_node=1, local_batch=32)
 SUSPENDED_S = 20.0
 PAUSE_S = 15.0  # squeue gives up after 10 s
-SETTINGS = threading.Lock()  # of the cluster: one change at a time
+SETTINGS = threading.Lock()  # held by the story that changes the cluster's settings or depends on them
 OTHERS_ARE_OVER = threading.Event()
 
 ALONE: Mapping[str, object] = {"exclusive": True, "memory_gb": 4.0}
 NO_REQUEUE: Mapping[str, object] = {"sbatch": {"requeue": False, "no-requeue": True}}
-REQUEUES: Mapping[str, object] = {**ALONE, "partition": "batch"}  # what a preemption does there
+REQUEUES: Mapping[str, object] = {**ALONE, "partition": "batch"}  # named by what a preemption does in the partition
 CANCELS: Mapping[str, object] = {**ALONE, "partition": "cancel"}
 KILLS: Mapping[str, object] = {**ALONE, "partition": "abrupt"}
 SUSPENDS: Mapping[str, object] = {"partition": "suspend"}
@@ -45,13 +45,13 @@ HUNGRY = SweepSpec.model_validate(
 
 
 def undisturbed(training: Training) -> None:
-    """The uninterrupted run that the others are held against."""
+    """Train without a fault, as the reference of other stories."""
     training.start()
     training.end()
 
 
 def time_limit(training: Training) -> None:
-    """A limit of a minute, one requeue allowed: it is used up, and the same command again goes on to the end."""
+    """Reach a time limit of a minute until the one allowed requeue is used up; the next command ends the training."""
     training.start(train_minutes=1)
     training.end()
     training.hurry()
@@ -60,7 +60,7 @@ def time_limit(training: Training) -> None:
 
 
 def requeue_refused(training: Training) -> None:
-    """The job may not be requeued, and gets the signal of a time limit."""
+    """Send the signal of a time limit to a job that Slurm must not requeue."""
     training.start()
     training.wait_for_steps()
     training.strike(lambda: training.cluster.signal(training.job_id, "USR2"))
@@ -70,7 +70,7 @@ def requeue_refused(training: Training) -> None:
 
 
 def rank_killed(training: Training) -> None:
-    """SIGKILL for the second of two workers."""
+    """Kill the second of two workers."""
     training.start()
     training.wait_for_steps()
     training.strike(lambda: training.cluster.kill_task(training.job_id, 1))
@@ -80,7 +80,7 @@ def rank_killed(training: Training) -> None:
 
 
 def second_node_killed(training: Training) -> None:
-    """SIGKILL for everything on the second of a job's two nodes: its peer notices at once, Slurm after a while."""
+    """Kill all processes on a job's second node: the worker on the first notices at once, Slurm after a while."""
     training.start()
     training.wait_for_steps()
     host = training.cluster.hosts_of(training.job_id)[1]
@@ -93,13 +93,13 @@ def second_node_killed(training: Training) -> None:
 
 
 def stale_writer(training: Training) -> None:
-    """SIGKILL for slurmd alone: the training lives on there while the requeued job runs on another node."""
+    """Kill slurmd alone: the old training lives on there while the requeued job runs on another node."""
     cluster = training.cluster
     training.start()
     training.wait_for_steps(6)
     (host,) = cluster.hosts_of(training.job_id)
     old = cluster.task_pids(training.job_id)[0]
-    # the old one is not to finish before Slurm gives its node up
+    # slow enough that the old training does not finish before Slurm gives its node up
     training.set_pace(10.0)
     training.strike(lambda: cluster.kill_slurmd(host))
     training.wait_for_event("resumed")
@@ -112,7 +112,7 @@ def stale_writer(training: Training) -> None:
 
 
 def job_killed(training: Training) -> None:
-    """SIGKILL for all of the job's processes at once."""
+    """Kill all of the job's processes at once."""
     training.start()
     training.wait_for_steps()
     training.strike(lambda: training.cluster.kill_job(training.job_id))
@@ -122,7 +122,7 @@ def job_killed(training: Training) -> None:
 
 
 def damaged_checkpoint(training: Training) -> None:
-    """Between two runs of a requeued job the newest checkpoint is cut in half."""
+    """Cut the newest checkpoint in half between two runs of a requeued job."""
     training.start()
     training.wait_for_steps()
     training.strike(lambda: training.cluster.signal(training.job_id, "USR2"))
@@ -136,10 +136,10 @@ def damaged_checkpoint(training: Training) -> None:
 
 
 def preempted(training: Training, settings: AbstractContextManager[object] | None = None) -> None:
-    """A job in a higher-priority partition takes the nodes: TERM."""
+    """Preempt the job by one in a partition of higher priority; Slurm sends TERM."""
     training.start()
     training.wait_for_steps()
-    with SETTINGS, settings or nullcontext():  # else not the user signal
+    with SETTINGS, settings or nullcontext():  # no other story may change which signal a preemption sends
         training.strike(lambda: training.cluster.preempt(training.job_id))
         training.wait_for_event("preempted")
     training.wait_for_event("resumed")
@@ -148,12 +148,12 @@ def preempted(training: Training, settings: AbstractContextManager[object] | Non
 
 
 def preempted_with_user_signal(training: Training) -> None:
-    """The same where the site has preempt_send_user_signal: USR2."""
+    """Preempt the job while the site sets preempt_send_user_signal; Slurm sends USR2."""
     preempted(training, training.cluster.changed(user_signal=True))
 
 
 def preempted_for_good(training: Training) -> None:
-    """The same where Slurm leaves no time, or must not requeue the job, or cancels it."""
+    """Preempt the job where Slurm kills it without grace time, cancels it, or must not requeue it."""
     training.start()
     training.wait_for_steps()
     first = training.job_id
@@ -165,10 +165,10 @@ def preempted_for_good(training: Training) -> None:
 
 
 def suspended(training: Training) -> None:
-    """The same where the partition suspends: the job's processes are stopped until the other job is over."""
+    """Preempt the job in a partition that suspends: its processes are stopped until the other job is over."""
     training.start()
     training.wait_for_steps()
-    # it is not to be over before Slurm has suspended it
+    # slow enough that the training does not end before Slurm suspends it
     training.set_pace(1.5)
     training.strike(lambda: training.cluster.preempt(training.job_id, SUSPENDED_S))
     state = training.cluster.job_state
@@ -177,7 +177,7 @@ def suspended(training: Training) -> None:
 
     def stands_still() -> bool:
         before = training.losses()[-1]
-        time.sleep(2)  # several steps
+        time.sleep(2)  # long enough for several steps
         return training.losses()[-1] == before
 
     training.wait_for(stands_still, "the processes to be stopped")
@@ -188,7 +188,7 @@ def suspended(training: Training) -> None:
 
 
 def cancelled(training: Training) -> None:
-    """scancel, which sends TERM as a preemption does; then the same command again."""
+    """Cancel the job with scancel, which sends TERM as a preemption does; then run the same command again."""
     training.start()
     training.wait_for_steps()
     training.strike(lambda: training.cluster.run("scancel", training.job_id))
@@ -201,19 +201,19 @@ def cancelled(training: Training) -> None:
 
 
 def memory_late(training: Training) -> None:
-    """The model becomes hungry in its third epoch; Slurm kills the step, and the plan's fallback takes over."""
+    """Run out of memory in the third epoch; Slurm kills the step, and the training goes on with the plan's fallback."""
     training.start()
     training.end()
 
 
 def memory_of_one_rank(training: Training) -> None:
-    """One of two workers needs too much, and the plan has no smaller batch."""
+    """Let one of two workers run out of memory, with a plan that has no smaller batch."""
     training.start()
     training.end()
 
 
 def no_accounting(training: Training) -> None:
-    """Without accounting, where no job is requeued: first the signal of a time limit, then SIGKILL of the worker."""
+    """Without accounting and requeues, first send the signal of a time limit, then kill the worker."""
     training.start()
     training.wait_for_steps()
     training.strike(lambda: training.cluster.kill_task(training.job_id, 0, SIGUSR2))
@@ -226,15 +226,15 @@ def no_accounting(training: Training) -> None:
 
 
 def controller_gone(training: Training) -> None:
-    """The controller is restarted, killed and paused while the training runs and the command waits."""
+    """Restart, kill and pause the controller while the training runs and the command waits."""
     training.start()
     training.wait_for_steps()
     training.set_pace(5.0)
-    OTHERS_ARE_OVER.wait()  # a job that ends while the controller dies runs for minutes more in its eyes
+    OTHERS_ARE_OVER.wait()  # the controller takes a job that ended while it was down for running, for minutes
     cluster = training.cluster
     for disturb in (cluster.restart_controller, cluster.kill_controller, lambda: cluster.pause_controller(PAUSE_S)):
         training.strike(disturb)
-        time.sleep(3)  # the command asks every 2 s
+        time.sleep(3)  # the command polls Slurm every 2 s, so it meets each disturbance
     training.hurry()
     training.end()
 
@@ -245,9 +245,9 @@ class Story(NamedTuple):
     tell: Callable[[Training], None]
     settings: Settings
     reference: str = "one"  # the uninterrupted training that it must equal
-    disturbs: bool = False  # is told without accounting, or stops the cluster's controller
-    anytime: bool = False  # does not mind the former
-    thorough: bool = False  # a variation of what other stories tell
+    disturbs: bool = False  # stops the controller, or needs accounting and requeues off; starts after the others
+    anytime: bool = False  # may still run while stories that disturb the controller run
+    thorough: bool = False  # a variation of another story; its tests are marked `thorough`
 
 
 STORIES: dict[str, Story] = {

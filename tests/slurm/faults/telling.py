@@ -1,4 +1,4 @@
-"""Stories, all at the same time on the test cluster; tests then look at what they left behind."""
+"""Run stories at the same time on the test cluster; tests then check what they left behind."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.slurm.faults.faulty_training import Training
 from tests.slurm.faults.stories import OTHERS_ARE_OVER, SETTINGS, STORIES, Story
 from tests.slurm.testcluster import MiniCluster
 
-CPU_SHARE_PERCENT = 200  # nothing is timed, and most of the time most trainings sleep
+CPU_SHARE_PERCENT = 200  # more than usual: no step times are checked, and the trainings sleep most of the time
 
 
 class Told:
-    """A story on its way, in a thread of its own."""
+    """A story that runs in a thread of its own."""
 
     def __init__(self, story: Story, training: Training) -> None:
         self.story, self.training = story, training
@@ -28,18 +28,18 @@ class Told:
         began = time.monotonic()
         try:
             self.story.tell(self.training)
-        except BaseException as error:  # noqa: BLE001 # handed on to the test that asks
+        except BaseException as error:  # noqa: BLE001 # raised in the test that asks for this story
             self.error = error
             self.training.cancel()
         self.took_s = time.monotonic() - began
 
 
 class Stories:
-    """Those of these names, and what they are compared with.
+    """The stories with these names, and the undisturbed ones with which they are compared.
 
     Args:
         cluster: The test cluster.
-        folder: For the run directories.
+        folder: Folder for the run directories.
         names: Keys of `STORIES`.
     """
 
@@ -53,10 +53,10 @@ class Stories:
         }
 
     def __getitem__(self, name: str) -> Training:
-        """What came of a training.
+        """Return the training of a story that has ended.
 
         Raises:
-            BaseException: What its story failed of.
+            BaseException: The error with which the story failed.
         """
         told = self.told[name]
         if told.error is not None:
@@ -64,11 +64,11 @@ class Stories:
         return told.training
 
     def reference(self, name: str) -> Training:
-        """The uninterrupted training that one is to equal."""
+        """Return the uninterrupted training that this one must equal."""
         return self[STORIES[name].reference]
 
     def tell(self) -> None:
-        """All at the same time, but those that disturb the controller after the others. Waits for the end of all."""
+        """Run all stories to their end, in parallel; those that disturb the controller start after the others."""
         with self.cluster.cpu_share(CPU_SHARE_PERCENT):
             self._begin([told for told in self.told.values() if not told.story.disturbs])
             self._wait([told for told in self.told.values() if not (told.story.disturbs or told.story.anytime)])
@@ -85,7 +85,7 @@ class Stories:
     def _begin(stories: list[Told]) -> None:
         for told in stories:
             told.thread.start()
-            time.sleep(0.3)  # Slurm takes them in this order
+            time.sleep(0.3)  # lets Slurm start the jobs in this order
 
     @staticmethod
     def _wait(stories: list[Told]) -> None:
@@ -93,7 +93,7 @@ class Stories:
             told.thread.join()
 
     def figures(self) -> dict[str, dict[str, object]]:
-        """What each fault cost."""
+        """Return the cost of each fault: seconds, repeated steps and jobs."""
         return {
             name: {
                 "took_s": round(told.took_s, 1),
@@ -106,6 +106,6 @@ class Stories:
 
 
 def about(*names: str) -> pytest.MarkDecorator:
-    """For a test of what came of these stories, one after another: its argument `told` is the training."""
+    """Parametrize a test by these stories: its argument `told` is the training of each."""
     marks = {name: [pytest.mark.thorough] if STORIES[name].thorough else [] for name in names}
     return pytest.mark.parametrize("told", [pytest.param(name, marks=marks[name]) for name in names], indirect=True)

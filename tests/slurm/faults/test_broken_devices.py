@@ -1,4 +1,4 @@
-"""Nodes whose GPUs are broken: a job that lands there goes elsewhere, and where all are broken one line says so."""
+"""Nodes with broken GPUs: a job that lands on one is moved to another; if all are broken, one line says so."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Begun(NamedTuple):
 
 
 class Sweeps(NamedTuple):
-    """By what is left of the cluster."""
+    """Sweeps, named after the nodes that are left for them."""
 
     whole_left: Begun
     none_left: Begun
@@ -66,14 +66,14 @@ class Sweeps(NamedTuple):
 def run_broken(
     folder: Path, cluster: MiniCluster, broken: tuple[str, ...], until: str, *settings: str, said: str = SAID
 ) -> Done:
-    """Run the command while these nodes are broken."""
+    """Run the sweep command with broken devices on these nodes."""
     environment = {**cluster.environment, "BROKEN_HOSTS": ",".join(broken), "BROKEN_SAYS": said}
     return run_sweep(SWEEP, folder, environment, "--until", until, settings=settings)
 
 
 @pytest.fixture(scope="module")
 def sweeps(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sweeps]:
-    """Sweeps beside each other, each with broken nodes of its own: most of their time goes by waiting for jobs."""
+    """Sweeps in parallel, because they mostly wait for jobs; each sees broken devices on its own set of nodes."""
     first, _, third, fourth = slurm_cluster.hosts
     with ThreadPoolExecutor() as pool:
 
@@ -82,7 +82,7 @@ def sweeps(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory)
             return Begun(folder, pool.submit(run_broken, folder, slurm_cluster, broken, "plan", *settings))
 
         whole_left = begin("whole_left", (first,))
-        # who submits first gets the first node
+        # start the others only after this sweep's submission, so that it gets the first node
         while not (whole_left.ended.done() or whole_left.run.history().submissions()):
             time.sleep(0.1)
         these = f"cluster.sbatch.nodelist={third},{fourth}"
@@ -94,7 +94,7 @@ def sweeps(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory)
 
 
 def broken_jobs(run: RunDirectory, stage: str) -> Counter[str]:
-    """Count, by host, the jobs of a stage that say that a device failed there."""
+    """Count, by host, the jobs of a stage that reported a failed device."""
     own = [e for e in run.events() if (e.event, e.stage, e.failure) == ("failed", stage, Failure.DEVICE_FAILED)]
     return Counter(host for _, host in {(e.job_id, host) for e in own for host in e.data["hosts"]})
 
@@ -106,7 +106,7 @@ def test_a_sweep_ends_well_on_the_nodes_that_are_whole(slurm_cluster: MiniCluste
     # each configuration is a task of one array
     tasks = [job.job_id.split("_") for job in run.history().submissions()][:2]
     assert tasks == [[tasks[0][0], "0"], [tasks[0][0], "1"]]
-    # one of them found out, and kept the other one off that node
+    # one of the two jobs found the broken node, and no other job was sent there
     assert broken_jobs(run, "profile") == {first: 1}
     measured = run.measurements().records
     assert Counter((m.configuration.local_batch, m.status) for m in measured) == {(64, "ok"): 1, (128, "ok"): 1}
@@ -136,7 +136,7 @@ def test_where_every_node_is_broken_one_line_says_so(sweeps: Sweeps) -> None:
 
 @pytest.mark.thorough
 def test_nodes_without_the_gpus_that_slurm_granted_are_broken(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
-    """The cluster's GPUs only count: no driver shows them to torch."""
+    """The test cluster's GPUs are made up: no driver shows them to torch."""
     gpus = ("cluster.device=cuda", "cluster.gres=gpu:1")
     done, run = run_broken(tmp_path, slurm_cluster, (), "plan", ONE, *gpus), RunDirectory(tmp_path / "run")
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""The command itself is killed, or does not stay at all, while a whole sweep runs on the cluster."""
+"""The command is killed, or detaches itself, while a whole sweep runs on the cluster."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ class Command:
         return self.run.root.exists() and any((e.event, e.stage) == (event, stage) for e in self.run.events())
 
     def control(self, role: str | None = None) -> list[str]:
-        """Ids of the controllers, or of their guards."""
+        """Return the job ids of the controllers, or of their guards with the role "guard"."""
         submitted = [e for e in self.run.events() if (e.event, e.stage) == ("submitted", "control")]
         return [event.job_id for event in submitted if event.data.get("role") == role]
 
     def logs_of_controllers(self, words: str) -> list[Path]:
-        """Those that hold these words."""
+        """Return the controllers' log files that contain the words."""
         return [log for log in self.run.root.glob("slurm/control-*/*_log.*") if words in log.read_text()]
 
     def submissions(self) -> Counter[str]:
@@ -85,7 +85,7 @@ class Command:
 
 @pytest.fixture(scope="session")
 def detached(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory) -> Command:
-    """A sweep that was detached, on its way while the other tests run; its first controllers are killed."""
+    """A detached sweep that runs in parallel to the other tests; its first two controllers are killed."""
     command = Command(tmp_path_factory.mktemp("detached"), slurm_cluster)
     assert command.start("--detach").wait(120) == 0, command.log.read_text()
     threading.Thread(target=kill_controllers, args=(command,), daemon=True).start()
@@ -93,13 +93,13 @@ def detached(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactor
 
 
 def kill_controllers(command: Command) -> None:
-    """Each as soon as it runs: of the first its process, of the second the whole job."""
+    """Kill the first controller's process, then the whole job of the second, each as soon as it runs."""
     cluster = command.cluster
     cluster.wait_for(lambda: cluster.task_pids(command.control()[0]), 300, "the controller job")
     cluster.kill_task(command.control()[0], 0)
     cluster.wait_for(lambda: len(command.control()) > 1, 300, "the next controller")
     second = command.control()[1]
-    # so that it is killed before it does anything, on a machine that is busy, too
+    # hold the job and the run's lock, so that the controller is killed before it does anything, even on a busy machine
     cluster.run("scontrol", "hold", second)
     with held(command.run, cluster):
         cluster.run("scontrol", "release", second)
@@ -109,7 +109,7 @@ def kill_controllers(command: Command) -> None:
 
 @contextmanager
 def held(run: RunDirectory, cluster: MiniCluster) -> Iterator[None]:
-    """The run's lock, as soon as nobody else has it."""
+    """Hold the run's lock within the block, once nobody else has it."""
     with ExitStack() as stack:
 
         def is_locked() -> bool:
@@ -137,17 +137,17 @@ def test_a_plain_command_on_a_detached_sweep_waits_and_cancels_nothing(
 
 def test_cancelled_with_all_its_jobs_a_detached_sweep_is_over(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
     command = Command(tmp_path, slurm_cluster)
-    # else the controller might be over before the command has ended
+    # keep the controller from starting, so that it cannot finish before the command has ended
     slurm_cluster.run("scontrol", "update", "PartitionName=batch", "State=DOWN")
     try:
         ended = command.start("--detach").wait(120)
     finally:
-        # jobs start some time after this call, long after the next line
+        # jobs start some time after this call, so the next line locks the run before the controller can
         slurm_cluster.run("scontrol", "update", "PartitionName=batch", "State=UP")
     with held(command.run, slurm_cluster):
         assert ended == 0, command.log.read_text()
         (controller,) = command.control()
-        # before that TERM would end its Python
+        # wait until the controller handles TERM: before this line in its log, TERM would end Python at once
         slurm_cluster.wait_for(lambda: command.logs_of_controllers("Loading pickle"), 300, "the controller's start")
         before = command.submissions()
         slurm_cluster.run("scancel", controller, *command.control("guard"))

@@ -1,5 +1,5 @@
-"""A training script with the three lines, and one on Lightning, on the real cluster: preempted and requeued, it ends as
-undisturbed.
+"""Training scripts (one with the three lines, one on Lightning) that are preempted and requeued on the real cluster end
+as if undisturbed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tula_hpc.records import Configuration, read_metrics
 
 pytestmark = pytest.mark.usefixtures("quick_nodes")
 SCRIPTS = Path(__file__).parents[2] / "attach" / "scripts"
-# the faster one first: it is struck first
+# the faster script first, because its fault has to come first
 SCRIPTED = [pytest.param("three_lines.py"), pytest.param("on_lightning.py", marks=pytest.mark.thorough)]
 STEPS = 16
 SPEC = SweepSpec.model_validate(
@@ -41,14 +41,14 @@ SPEC = SweepSpec.model_validate(
 
 @pytest.fixture(scope="module")
 def chosen(request: pytest.FixtureRequest) -> list[str]:
-    """The scripts of the chosen tests."""
+    """The scripts of the selected tests."""
     here = (item for item in request.session.items if item.path == Path(__file__))
     return [str(item.callspec.params["name"]) for item in here if isinstance(item, pytest.Function)]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, chosen: list[str]) -> dict[str, Story]:
-    """What each script comes to by itself on this machine."""
+    """The undisturbed training of each script on this machine."""
     stories = {
         name: Story(tmp_path_factory.mktemp("alone") / "run", 2, (), around=False, script=SCRIPTS / name)
         for name in chosen
@@ -61,7 +61,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, chosen: list[str]) -> dict[s
 def preempted(
     slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory, chosen: list[str]
 ) -> dict[str, Training]:
-    """All trainings at the same time, each on two nodes, which a job of a higher partition takes for a while."""
+    """All trainings at the same time, each on two nodes and preempted there by a job of higher priority."""
     trainings = {}
     for name in chosen:
         workload = SPEC.workload.model_copy(update={"script": SCRIPTS / name})
