@@ -1,4 +1,4 @@
-"""Slurm in a few lines: takes a script as `sbatch` would, and runs it as the first node of a job would."""
+"""A stand-in for Slurm: accepts a batch script as `sbatch` does, and runs it as the first node of a job does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SBATCH = """#!/bin/sh
 cp "$1" {folder}/script
 echo Submitted batch job 7
 """
-# options come before the program, Python
+# skip srun's options, which come before the program, Python
 SRUN = """#!/bin/bash
 while [ "$1" != {python} ]; do shift; done
 exec "$@"
@@ -32,7 +32,7 @@ echo "$@" >>{folder}/scontrol.log
 
 
 class FewLines:
-    """One submission of jobs to it."""
+    """A launcher that submits to this stand-in, and the script of the latest submission."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **cluster: Any) -> None:
         self.folder = folder
@@ -46,16 +46,16 @@ class FewLines:
         self.launcher = Launcher(ClusterSpec(executor="slurm", **cluster), self.run_directory, "tula-x")
 
     def submit(self, *jobs: Callable[[], Any]) -> Path:
-        """Submit; returns the submission's folder."""
+        """Submit jobs; return the submission's folder."""
         return self.launcher.submit(jobs, stage="train", nodes=1, minutes=5)[0].folder
 
     @property
     def script(self) -> str:
-        """What sbatch was given."""
+        """The batch script that sbatch received."""
         return (self.folder / "script").read_text()
 
     def start(self, index: int | None = None) -> subprocess.Popen[str]:
-        """Run the script, as a task of the array if there is an index."""
+        """Start the script, as a task of a job array if an index is given."""
         task = {} if index is None else {"SLURM_ARRAY_JOB_ID": JOB_ID, "SLURM_ARRAY_TASK_ID": str(index)}
         own = {"SLURM_JOB_ID": JOB_ID, "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1", **task}
         command = ["bash", str(self.folder / "script")]
@@ -63,7 +63,7 @@ class FewLines:
         return subprocess.Popen(command, env={**os.environ, **own}, text=True, stdout=out, stderr=err)
 
     def run(self, index: int | None = None) -> tuple[int, str]:
-        """Run it to its end; returns the exit code, and what it said."""
+        """Run the script to its end; return its exit code and its output."""
         with self.start(index) as process:
             said, _ = process.communicate(timeout=60)
         return process.returncode, said

@@ -10,13 +10,13 @@ from pathlib import Path
 from tests.run_factory import MEMORY_LIMIT, STARTED_AT, configurations, make_run, measurement, peak_bytes
 from tula_hpc.records import Configuration, EpochMetrics, Event, Measurement, RunDirectory, StepMetrics, parse_record
 
-DRAWN = 200  # lines that are drawn at random; the others repeat them
+DRAWN = 200  # distinct lines, drawn at random; further lines repeat them
 SAMPLES = ("step", "data", "compute", "optimizer", "update", "allreduce", "forward")
-ROUNDS = 40  # samples of each
+ROUNDS = 40  # samples of each kind in a measurement
 
 
 def add_measurements(run: RunDirectory, count: int, of: Sequence[Configuration] = ()) -> None:
-    """Append measurements with all their samples, of all configurations that fit in turn, or of these."""
+    """Add `count` measurements with samples, cycling over the configurations `of`, or over all that fit in memory."""
     places = list(of) or [where for where in configurations() if peak_bytes(where.local_batch) <= MEMORY_LIMIT]
     lines = [
         _measurement(place, seed).model_dump_json() for seed in range(max(1, DRAWN // len(places))) for place in places
@@ -32,7 +32,7 @@ def _measurement(place: Configuration, seed: int) -> Measurement:
 
 
 def add_steps(run: RunDirectory, count: int, epochs: int = 20) -> None:
-    """Write the metrics of a training in place of those that are there."""
+    """Replace the metrics of the training by `count` steps and the lines of their epochs."""
     old = [line for line in _metrics(run) if b'"kind":"step"' in line]
     steps = [parse_record(StepMetrics, line) for line in old[:DRAWN]]
     ends = [parse_record(EpochMetrics, line) for line in _metrics(run) if b'"kind":"epoch"' in line]
@@ -57,7 +57,7 @@ def _metrics(run: RunDirectory) -> list[bytes]:
 
 
 def add_events(run: RunDirectory, count: int) -> None:
-    """Append interruptions of the training."""
+    """Append `count` events of the training, preempted and resumed in turn."""
     events = (
         Event(
             time=STARTED_AT + place,
@@ -73,7 +73,7 @@ def add_events(run: RunDirectory, count: int) -> None:
 
 
 def _write(path: Path, lines: Iterable[str]) -> None:
-    """With several files in one, as a writer of that many lines would leave them."""
+    """Write the lines to a file; events are appended to those that the run already has."""
     with path.open("a" if path.name == "events.jsonl" else "w") as file:
         file.writelines(f"{line}\n" for line in lines)
 
@@ -81,7 +81,7 @@ def _write(path: Path, lines: Iterable[str]) -> None:
 def make_big_run(
     root: Path, *, measurements: int = 0, of: Sequence[Configuration] = (), steps: int = 0, events: int = 0
 ) -> RunDirectory:
-    """A run that went through, with so many lines more."""
+    """Make a finished run with this many measurements, steps and events."""
     run = make_run(root)
     if measurements:
         add_measurements(run, measurements, of)

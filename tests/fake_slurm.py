@@ -1,11 +1,11 @@
-"""Slurm's commands as scripts on PATH that answer rightly, with a site's own lines around that, or not at all."""
+"""Fake Slurm commands for PATH: they answer correctly, with a site's banner around the answer, or fail in many ways."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-# each prints what Slurm 22.05 prints, for an array of two tasks
+# each command prints what Slurm 22.05 prints for an array of two tasks
 GOOD = {
     "squeue": r"""case "$*" in
 *%F*) printf 'ARRAY_JOB_ID|NAME\n12|x-train-1\n12|x-train-1\n' ;;
@@ -39,12 +39,12 @@ esac""",
     "scancel": ":",
     "srun": ":",
 }
-# which a parser may take for ids, rows, headings, fields or hosts
+# lines that a parser may mistake for ids, rows, headings, fields or hosts
 BANNER = r"printf 'Welcome to Example | 2026\n12 nodes are down: |a|\n7\n42|all|day\nMaintenance\n\n= 3\n'"
 BYTES = r"""printf '\344\366\374 \377\376\000\033[31m\r\n'"""
 
 Wrap = Callable[[str], str]
-# what does not keep a true answer from being read
+# correct answers with noise around them, which must still be understood
 AROUND: Mapping[str, Wrap] = {
     "as it is": lambda good: good,
     "a banner before": lambda good: f"{BANNER}\n{good}",
@@ -53,7 +53,7 @@ AROUND: Mapping[str, Wrap] = {
     "bytes that are no UTF-8 before": lambda good: f"{BYTES}\n{good}",
     "bytes that are no UTF-8 beside": lambda good: f"{BYTES} >&2\n{good}",
 }
-# what is no answer
+# commands that run and give no usable answer
 INSTEAD: Mapping[str, Wrap] = {
     "nothing": lambda _: ":",
     "a banner": lambda _: BANNER,
@@ -66,7 +66,7 @@ INSTEAD: Mapping[str, Wrap] = {
     "no end": lambda _: "exec /bin/sleep 600",
     "a child without end": lambda good: f"{good}\n/bin/sleep 600 &",
 }
-# what cannot be started
+# commands that cannot be started
 BROKEN: Mapping[str, Callable[[Path], object]] = {
     "no right to run it": lambda path: path.chmod(0o600),
     "no shebang": lambda path: path.write_text("echo hello\n"),
@@ -78,7 +78,7 @@ FAULTS = (*INSTEAD, *BROKEN)
 
 
 def put_commands(folder: Path, how: str = "as it is", only: str = "") -> None:
-    """Write all commands into a folder, of which one or each answers in that way, the others rightly."""
+    """Write all commands into a folder; `only`, or all if it is empty, behave as `how` says, the others correctly."""
     for name, good in GOOD.items():
         path = folder / name
         mine = how if only in ("", name) else "as it is"

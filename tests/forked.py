@@ -1,4 +1,4 @@
-"""Several workers over gloo for a test: processes of its own, or a test file that is run as a program."""
+"""Start several workers over gloo for a test: as processes forked from it, or by running a test file as a program."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from multiprocessing import get_context
 from multiprocessing.context import ForkContext, ForkServerContext
 from pathlib import Path
 
-# an optimizer's first step imports it: here once, not in every process that is forked
+# imported by an optimizer's first step: imported here once, no forked process has to do it again
 import torch._dynamo  # noqa: F401
 
 from tula_hpc.env import SECRET_FILE
 from tula_hpc.records.base import Record
 
 ROOT = Path(__file__).parents[1]
-QUICK_NAMES = "timeout:1 attempts:1"  # for RES_OPTIONS: torch looks up names for addresses, which DNS may not answer
+# value of RES_OPTIONS: torch looks up names of addresses, and a DNS server that does not answer must not delay it
+QUICK_NAMES = "timeout:1 attempts:1"
 
 
 def give_secret(folder: Path) -> None:
-    """Make a folder what that of a submission is to its workers: the place of the secret by which they meet."""
+    """Write the secret by which workers meet into a folder, as a submission's folder has it."""
     (folder / SECRET_FILE).write_text(secrets.token_hex(32))
 
 
 def run_workers(program: str, *arguments: str | Path, timeout_s: float = 400, **environment: str) -> None:
-    """Run a test file as a program, with Python's path and gloo's interface set for it; names are given up soon."""
+    """Run a test file as a program, with PYTHONPATH, gloo's interface and a short limit for DNS look-ups."""
     settings = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "RES_OPTIONS": QUICK_NAMES}
     command = [sys.executable, program, *map(str, arguments)]
     subprocess.run(command, check=True, timeout=timeout_s, env={**os.environ, **settings, **environment})
 
 
 def fork_workers(workers: int, work: Callable[[int], None]) -> int:
-    """`work(rank)` in as many processes, forked before torch starts any thread: torch is imported once.
+    """Run `work(rank)` in `workers` processes, forked before torch starts any thread, so torch is imported only once.
 
     Returns:
         The exit code for the program: 0 if all workers ended well.
@@ -53,7 +54,7 @@ def fork_workers(workers: int, work: Callable[[int], None]) -> int:
 
 
 def start_workers(workers: int, work: Callable[[int, Path], None], folder: Path, timeout_s: float = 400) -> None:
-    """`work(rank, folder)` in as many processes of the test's own; all have to end well. See `context_of_workers`."""
+    """Run `work(rank, folder)` in `workers` processes, and assert that each exits with 0. See `context_of_workers`."""
     context = context_of_workers()
     processes = [context.Process(target=_over_loopback, args=(work, rank, folder)) for rank in range(workers)]
     for process in processes:
@@ -67,14 +68,14 @@ def start_workers(workers: int, work: Callable[[int, Path], None], folder: Path,
 
 
 def context_of_workers() -> ForkServerContext | ForkContext:
-    """How processes are started from the test's own: they are forked from it, so that none has to load torch.
+    """Return how to start workers: forked from the test's process, so that none has to load torch.
 
-    Not where torch's automatic differentiation has threads by now, which no fork takes along: it starts them for GPUs,
-    be they there or only made believe by an earlier test. Then they are forked from a process that has loaded it for
-    them all.
+    If torch's automatic differentiation has started threads, which a fork does not copy, workers are forked from a
+    server process that has loaded torch once. It starts threads for GPUs, real ones or those that an earlier test
+    simulated.
     """
     if not differentiates_in_threads():
-        # their first use builds what reads them: here once, not in every process that is forked
+        # pydantic builds a record's validator at its first use: built here once, no forked process has to do it again
         for kind in Record.__subclasses__():
             kind.model_rebuild()
         return get_context("fork")
@@ -86,7 +87,7 @@ def context_of_workers() -> ForkServerContext | ForkContext:
 def differentiates_in_threads() -> bool:
     names: list[str] = []
     for path in Path("/proc/self/task").glob("*/comm"):
-        # a thread may end while it is read
+        # a thread may end before its name is read
         with contextlib.suppress(OSError):
             names.append(path.read_text())
     return any(name.startswith("pt_autograd") for name in names)
@@ -94,5 +95,5 @@ def differentiates_in_threads() -> bool:
 
 def _over_loopback(work: Callable[[int, Path], None], rank: int, folder: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    gc.freeze()  # what the test process holds need not be looked through for garbage
+    gc.freeze()  # spare the garbage collector the objects of the test process
     work(rank, folder)

@@ -1,7 +1,7 @@
-"""Jobs on this machine, and processes of scripts, forked from the test's own: none has to load torch.
+"""Fork local jobs and processes of training scripts from the test's process, so that none has to load torch.
 
-For tests of what such processes do; how they start is tested where they are started. All else is as in a real job: a
-shell runs the setup, the controller starts workers again that ask for it, and signals go where they would.
+This is for tests of what such processes do; other tests start them for real. Everything else is as in a real job: a
+shell runs the setup lines, the controller restarts workers that ask for it, and signals reach the same processes.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from tula_hpc.stages import rehearsal
 
 SHELL = "/bin/sh"
 NAMES = ("PIPE", "DEVNULL", "STDOUT")
-# of multiprocessing, with what each knows of its process
+# helper processes of multiprocessing, with the attributes in which each keeps its process's id and pipes
 HELPERS = {
     resource_tracker._resource_tracker: ("_fd", "_pid"),
     forkserver._forkserver: ("_forkserver_address", "_forkserver_alive_fd", "_forkserver_pid"),
 }
-# of `env` in the shell's lines
+# file descriptor on which the shell's lines write the environment that the setup left
 TELLING = 8
 Ran = subprocess.CompletedProcess[str]
 
 
 class Place(NamedTuple):
-    """Where a process runs, and which files are its stdout and stderr."""
+    """Where a process runs: file descriptors of its stdout and stderr, environment, folder, and own session or not."""
 
     output: int
     errors: int
@@ -58,11 +58,11 @@ class Place(NamedTuple):
 
 
 class Forked:
-    """A forked process, with what this package and submitit ask of `subprocess.Popen`."""
+    """A forked process, with those parts of `subprocess.Popen` that this package and submitit use."""
 
     def __init__(self, work: Callable[[], object], place: Place) -> None:
         self.returncode: int | None = None
-        # the other end of a pipe
+        # end of a pipe from which the process's output can be read, if it has one
         self.stdout: IO[bytes] | None = None
         self.pid = os.fork()
         if not self.pid:
@@ -73,7 +73,7 @@ class Forked:
             try:
                 process, status = os.waitpid(self.pid, options)
             except ChildProcessError:
-                # a signal's handler asked within this call, or this is its call: the process is over
+                # a signal handler called `poll` during `waitpid`, and one of the two calls has collected the process
                 return self.returncode or 0
             if process:
                 self.returncode = os.waitstatus_to_exitcode(status)
@@ -98,7 +98,7 @@ def _work_and_end(work: Callable[[], object], place: Place) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
-        # whatever happens, this is no second test process
+        # never return into the test's code, whatever happens
         os._exit(code)
 
 
@@ -109,13 +109,13 @@ def _exit_code(work: Callable[[], object]) -> int:
         if isinstance(error.code, str):
             sys.stderr.write(f"{error.code}\n")
         return error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:  # noqa: BLE001 # as Python does at a program's end
+    except BaseException:  # noqa: BLE001 # Python prints any error at a program's end
         traceback.print_exc()
         return 1
 
 
 def _settle(place: Place) -> None:
-    """Have signals, files, a folder and variables as a started process has them."""
+    """Give the forked process the signal handlers, files, folder and environment of a newly started one."""
     if place.has_session:
         os.setsid()
     if place.folder is not None:
@@ -125,29 +125,29 @@ def _settle(place: Place) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(place.output, 1)
     os.dup2(place.errors, 2)
-    # for as long as this process lives
+    # these files stay open as long as the process lives
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     logging.config.dictConfig(CONFIG)
-    # helpers of the test's process are none of this one's
+    # forget the helper processes of the test's process, which this process must not use
     for helper, names in HELPERS.items():
         for name in names:
             setattr(helper, name, None)
     os.environ.clear()
     os.environ |= place.environment
-    # what the test's process holds need not be looked through
+    # spare the garbage collector the objects of the test process
     gc.freeze()
 
 
 def children_of(process: int) -> list[int]:
-    """Of a job's shell its controller, of that its workers."""
+    """Return the process ids of the children: a job's shell has the controller, a controller the workers."""
     return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 
 @contextlib.contextmanager
 def forking_scripts() -> Iterator[None]:
-    """Fork the processes of scripts; start them where torch has threads, which no fork takes along."""
+    """Fork the processes of scripts; if torch has threads, which a fork does not copy, start them as usual."""
     if differentiates_in_threads():
         yield
         return
@@ -158,12 +158,12 @@ def forking_scripts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def forking_jobs(*, starting_first: bool = False) -> Iterator[None]:
-    """Fork jobs that this process submits, rehearsals, and processes of scripts in jobs, likewise.
+    """Fork the jobs that this process submits, their processes of scripts, and rehearsals; see `forking_scripts`.
 
-    Not for tests of limits that a cluster file's setup lines set, nor of the names of processes.
+    Not for tests of limits that a cluster file's setup lines set, nor for tests of process names.
 
     Args:
-        starting_first: Start the script of each job's first worker, so that it imports what it needs by itself.
+        starting_first: Start the script of each job's first worker as a new process, which imports its modules itself.
     """
     if differentiates_in_threads():
         yield
@@ -180,7 +180,7 @@ def forking_jobs(*, starting_first: bool = False) -> Iterator[None]:
 
 
 def run_command(main: Callable[[Sequence[str]], int], arguments: Sequence[str], folder: Path) -> Ran:
-    """Run a command in a folder as `subprocess.run` would, in a fork, with all that it starts, see `forking_jobs`."""
+    """Run a command in a folder as `subprocess.run` does, but in a fork that forks its jobs; see `forking_jobs`."""
     if differentiates_in_threads():
         command = [sys.executable, "-m", main.__module__, *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
@@ -190,7 +190,7 @@ def run_command(main: Callable[[Sequence[str]], int], arguments: Sequence[str], 
 def start_command(
     main: Callable[[Sequence[str]], int], arguments: Sequence[str], folder: Path, output: Path = Path(os.devnull)
 ) -> Forked:
-    """Start a command likewise; all that it says is written into a file."""
+    """Start a command in the background as `run_command` does; its stdout and stderr go to a file."""
     with output.open("wb") as said:
         place = Place(said.fileno(), said.fileno(), {**os.environ}, folder, has_session=True)
         return Forked(partial(_command, main, arguments), place)
@@ -203,7 +203,7 @@ def _command(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> 
 
 
 def _run_module(command: list[str], _timeout_s: float, env: Mapping[str, str]) -> Ran:
-    """In place of `run_apart`, for `python -m MODULE ARGUMENTS`."""
+    """Stand in for `run_apart`: run the main function of the MODULE in `python -m MODULE ARGUMENTS` in a fork."""
     at = command.index("-m") + 1
     return _ran(lambda: resolve(f"{command[at]}:main")(command[at + 1 :]), command, env)
 
@@ -248,11 +248,11 @@ def _start_worker(command: list[str], *, env: Mapping[str, str], stdout: IO[str]
 
 
 def _start_job(command: list[str], *, env: dict[str, str], **_: Any) -> Forked:
-    """A process in place of the job's shell, with its number, which holds the job's lock from the first moment on."""
+    """Fork a process that acts as the job's shell; it inherits the job's lock, and the lock's file bears its number."""
     folder = Path(shlex.split(env["SUBMITIT_LOCAL_COMMAND"])[-3])
     lock = os.open(folder / f"new-{os.getpid()}", os.O_WRONLY | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    # the controller is the last of the lines
+    # the last line starts the controller; those before it are the setup
     setup = command[-1].rpartition(" && { ")[0]
     null = os.open(os.devnull, os.O_WRONLY)
     shell = Forked(partial(_be_shell, folder, setup), Place(null, null, env, has_session=True))
@@ -264,7 +264,7 @@ def _start_job(command: list[str], *, env: dict[str, str], **_: Any) -> Forked:
 
 def _be_shell(folder: Path, setup: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # the run directory's lock is the command's alone, also where the job outlives it
+    # give up the inherited lock of the run directory: only the command may hold it, and the job may outlive the command
     for each in [
         path for path in Path("/proc/self/fd").iterdir() if path.is_symlink() and path.readlink().name == ".lock"
     ]:

@@ -1,9 +1,9 @@
-"""How much is tried: the same few hundred cases in every run of the tests, or others, and as many as one likes.
+"""How many random cases the tests try: by default a few hundred, the same ones in every run. The command
 
     TULA_FUZZ=50 python -m pytest --ignore tests/local --ignore tests/slurm -k 'fuzz or damaged or strangers or config
         or workloads_models or performance or adaptive or printable'
 
-tries fifty times as many, and different ones each time.
+tries fifty times as many, and other ones each time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TIMES = int(os.environ.get("TULA_FUZZ", "0"))
 
 
 def fuzz(examples: int) -> settings:
-    """Settings for a test that takes so many examples in a usual run."""
+    """Return Hypothesis settings for a test that tries `examples` cases by default, TULA_FUZZ times as many if set."""
     return settings(
         max_examples=examples * max(1, TIMES),
         derandomize=not TIMES,

@@ -1,4 +1,4 @@
-"""Files of a run as a failing disk or a stranger leaves them: bytes that changed, and JSON that means ill."""
+"""Damaged files of a run, as by a failing disk or an attacker: changed bytes, and JSON with hostile values."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _changed(value: Any, place: tuple[str | int, ...], new: Any) -> Any:
 
 
 def _one_value(draw: st.DrawFn, text: bytes) -> bytes:
-    """JSON with one hostile value somewhere."""
+    """Replace one value of a JSON text by a hostile one."""
     value = json.loads(text)
     place = draw(st.sampled_from(list(_places(value))))
     return json.dumps(_changed(value, place, draw(st.sampled_from(VALUES)))).encode()
@@ -55,7 +55,7 @@ def _one_line(draw: st.DrawFn, text: bytes) -> bytes:
 
 
 def _bytes(draw: st.DrawFn, text: bytes) -> bytes:
-    """A flipped bit, a missing end, something in between, or something else altogether."""
+    """Flip a bit, cut the end off, insert a snippet, or replace the whole text."""
     at = draw(st.integers(0, max(0, len(text) - 1)))
     kind = draw(st.sampled_from(["flip", "cut", "insert", "whole"]))
     if kind == "flip" and text:
@@ -69,7 +69,7 @@ def _bytes(draw: st.DrawFn, text: bytes) -> bytes:
 
 @st.composite
 def damaged(draw: st.DrawFn, name: str, text: bytes) -> bytes:
-    """The content of a file of that name, with one thing wrong."""
+    """Damage a file's content in one way that suits its name."""
     if not name.endswith(("json", "jsonl", "notes")) or not text.strip() or draw(st.integers(0, 3)) == 0:
         return _bytes(draw, text)
     return (_one_value if name.endswith(".json") else _one_line)(draw, text)
@@ -80,7 +80,7 @@ def _sparse(path: Path) -> None:
     os.truncate(path, 10**12)
 
 
-# what may stand in a file's place
+# things that may be found in place of a regular file
 THINGS: dict[str, Callable[[Path], object]] = {
     "nothing": lambda path: None,
     "a folder": Path.mkdir,
@@ -93,7 +93,7 @@ THINGS: dict[str, Callable[[Path], object]] = {
 
 
 def put(path: Path, content: bytes | str) -> None:
-    """Replace a file by other content, or by one of `THINGS`."""
+    """Replace a file by other bytes, or by the entry of `THINGS` with this name."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Text that steers terminals and breaks files, in every field of a run that takes text."""
+"""Text that controls terminals and breaks file formats, put into every text field of a run's records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from tests.hostile import _changed, _places
 from tula_hpc.records import Event, JobNote, Measurement, Plan, RunDirectory, TrainResult
 
-# what names a window, clears a screen, colours, writes backwards; rich's markup; matplotlib's formulas; HTML; XML's own
+# terminal codes (title, clear, color); right-to-left text; markup of rich; a matplotlib formula; XML and HTML; Excel
 WORDS = (
     "\x1b]0;owned\x07\x1b[2J\x1b[31mred\x9b31m\x7f\x00\x08\r",
     "\u202etxt.exe\u2066\u2069\u2028",
@@ -23,13 +23,13 @@ WORDS = (
     "=cmd|'/c calc'!A0",
 )
 HOSTILE = " ".join(WORDS)
-# all that may not be in what people are shown, but tabs and line ends
+# all characters that must not reach users' screens; tabs and line ends may
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def spoil(run: RunDirectory, words: str = HOSTILE) -> int:
-    """Put the words into every text of a run's records that its reader takes; returns how many."""
+    """Put the words into every text field of a run's records that still validates; return the number of fields."""
     documents: list[tuple[type[BaseModel], Iterable[Path]]] = [
         (Plan, [run.plan_file]),
         (TrainResult, run.root.glob("train/*/*/result.json")),
@@ -61,7 +61,7 @@ def _spoiled(kind: type[BaseModel], text: str, words: str) -> tuple[str, int]:
     for place in list(_places(json.loads(text))):
         document = json.loads(text)
         if place[-1:] == ("partition",):
-            continue  # another than the cluster has is refused
+            continue  # readers refuse a partition that the cluster does not have
         if isinstance(_at(document, place), str):
             changed = json.dumps(_changed(document, place, words))
             try:

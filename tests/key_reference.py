@@ -2,7 +2,7 @@
 
     python -m tests.key_reference
 
-writes it into sweeps/README.md and slurm_templates/README.md, between two markers each.
+writes it into sweeps/README.md and slurm_templates/README.md, between the two markers in each file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tula_hpc.config import (
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN = "<!-- every key, by python -m tests.key_reference -->"
 END = "<!-- end of every key -->"
-# heading of each table in TOML, and its type
+# for each file: the heading of each TOML table, and the class of its keys
 TABLES: dict[str, dict[str, type[Spec]]] = {
     "sweeps/README.md": {
         "": SweepSpec,
@@ -53,7 +53,7 @@ TABLES: dict[str, dict[str, type[Spec]]] = {
         "[[partitions]]": PartitionSpec,
     },
 }
-# by the end of a key's name; the first that fits
+# unit by the end of a key's name; the first match counts
 UNITS = {
     "_gib_hour": "USD per GiB and hour",
     "usd_per_unit": "USD per unit and hour",
@@ -138,7 +138,7 @@ def _number(value: float) -> str:
 
 
 def _words(annotation: Any) -> str:
-    """Return the type of a value in words of TOML."""
+    """Return the type of a value as TOML names it."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _words(inner[0])

@@ -1,4 +1,4 @@
-"""Pages of the library's documentation, by pdoc from its docstrings.
+"""Write the pages of the library's documentation with pdoc, from its docstrings.
 
 python -m tests.library_docs FOLDER
 """
@@ -12,7 +12,7 @@ import sys
 import typing
 from pathlib import Path
 
-# of these packages what users call; the rest is theirs alone
+# packages and modules that users call; a leading `!` excludes internal modules
 PAGES = (
     "tula_hpc.optim",
     "tula_hpc.analysis.performance",
@@ -24,8 +24,8 @@ PAGES = (
 
 
 def build(folder: Path) -> None:
-    """Write the pages into a folder; pdoc warns of what it does not understand."""
-    # it takes seconds to be imported
+    """Write the pages into a folder; pdoc warns about docstrings that it cannot parse."""
+    # imported here because that takes seconds
     import pdoc
 
     for name in PAGES:
@@ -36,7 +36,7 @@ def build(folder: Path) -> None:
 
 
 def _resolve_tuples(name: str) -> None:
-    """Give the constructors of named tuples their types: as text they mean nothing outside of the module."""
+    """Replace the text annotations of named tuples by types: outside of its module the text means nothing."""
     module = importlib.import_module(name)
     names = [name, *(each.name for each in pkgutil.iter_modules(getattr(module, "__path__", ()), f"{name}."))]
     for each in names:

@@ -1,12 +1,12 @@
-"""A few ranks of a large process group in step: all must ask for the same collectives in the same order.
+"""Run a few ranks of a large process group in step, and check that all call the same collectives in the same order.
 
-A rank that asks for a collective which the others do not ask for waits for ever on a cluster. Here each rank is a
-process whose process group sends every request (operation, shapes, types, root) to the test. The test compares the
-requests of all ranks, fails at the first difference with the line of each, and otherwise carries the collective out.
-The ranks that are not run give what rank 1 gives, so that sums and maxima are those of a whole group.
+On a cluster, a rank that calls a collective which the others do not call waits for ever. Here each rank is a process
+whose process group sends every request (operation, shapes, types, root) to the test. The test compares the requests of
+all ranks. At the first difference it fails and quotes each rank's lines; otherwise it carries the collective out.
+The ranks that are not run count as copies of rank 1, so sums and maxima are those of a whole group.
 
-Seen is what reaches the process group: also what DistributedDataParallel and ZeroRedundancyOptimizer ask for, in C++ or
-Python. Not seen are a store's waits, streams of a GPU, what NCCL itself does, and ranks that are not run.
+The test sees every call that reaches the process group, also those of DistributedDataParallel and
+ZeroRedundancyOptimizer, in C++ or Python. It does not see waits for a store, GPU streams or the inner work of NCCL.
 """
 
 from __future__ import annotations
@@ -37,50 +37,50 @@ from tests.forked import context_of_workers
 from tula_hpc.ddp import process_group as worker_module
 from tula_hpc.env import WorkerEnvironment
 
-PATIENCE_S = 120.0  # with a rank that neither asks for a collective nor ends
+PATIENCE_S = 120.0  # limit for a rank that neither calls a collective nor ends
 BACKEND = "lockstep"
 Array = npt.NDArray[Any]
 
 
 class Request(NamedTuple):
-    """What a rank asks its process group for; equal on all ranks."""
+    """A collective that a rank calls; must be equal on all ranks."""
 
     operation: str
-    tensors: tuple[tuple[tuple[int, ...], str], ...]  # shape and type of each
-    kind: str = ""  # of a reduction
-    root: int = -1  # of a broadcast
+    tensors: tuple[tuple[tuple[int, ...], str], ...]  # shape and dtype of each tensor
+    kind: str = ""  # SUM, MAX, MIN or AVG for a reduction
+    root: int = -1  # sending rank of a broadcast
 
 
 class Asked(NamedTuple):
-    """A request with what it carries."""
+    """A request with the rank's data."""
 
     request: Request
     arrays: list[Array]
-    lines: str  # that led to it
+    lines: str  # lines of code that led to the request
 
 
 class Ended(NamedTuple):
-    """A rank asks for nothing more."""
+    """The message of a rank that has ended."""
 
     result: object = None
     error: str = ""
 
 
 class PeerLostError(RuntimeError):
-    """Another rank has ended, or asks for something else."""
+    """Another rank has ended or calls another collective, so this rank's collective cannot finish."""
 
 
 class LockstepGroup(dist.ProcessGroup):
     """The process group of one rank.
 
     Args:
-        rank: Of this process.
-        size: Of the group, most of whose members are not run.
-        others: The way to the test.
+        rank: Rank of this process.
+        size: World size of the group; most of its ranks are not run.
+        others: Connection to the test.
     """
 
     def __init__(self, rank: int, size: int, others: Connection) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg] # the stub knows one constructor of two
+        super().__init__(rank, size)  # type: ignore[call-arg] # the stub has only one of the two constructors
         self._rank, self._size, self._others = rank, size, others
 
     def size(self) -> int:
@@ -93,10 +93,10 @@ class LockstepGroup(dist.ProcessGroup):
         return BACKEND
 
     @property
-    def group_name(self) -> str:  # type: ignore[override] # the stub's type is a string's
+    def group_name(self) -> str:  # type: ignore[override] # the stub declares a plain attribute
         return BACKEND
 
-    # of the overloads in torch's stub one is called
+    # torch's stub declares overloads, of which only one is ever called
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> dist.Work:  # type: ignore[override]
         operation = options if isinstance(options, dist.ReduceOp.RedOpType) else options.reduceOp
@@ -145,7 +145,7 @@ def _name_of(operation: Any) -> str:
 
 
 def _lines_that_ask() -> str:
-    """The lines of this project that led to a collective; where torch asks, from where it was called."""
+    """Return the lines of this project that led to a collective, also where torch made the last call."""
     lines, frame = [], inspect.currentframe()
     while frame is not None:
         name = _name_of_own(frame.f_code.co_filename)
@@ -162,10 +162,10 @@ def _name_of_own(path: str) -> str:
 
 
 class Clock:
-    """Seconds that pass from call to call: at random, and on each rank at another pace.
+    """A clock that advances at every call by random seconds, at a different pace on each rank.
 
     Args:
-        rank: Of this process.
+        rank: Rank of this process.
     """
 
     def __init__(self, rank: int) -> None:
@@ -186,34 +186,34 @@ class Rank(NamedTuple):
 
     @property
     def env(self) -> WorkerEnvironment:
-        """As every rank of a job has its own."""
+        """The environment of this rank as a job gives it."""
         return WorkerEnvironment(self.rank, self.world_size, 0, self.rank, "1", 0, ("here",), on_slurm=False)
 
 
 def ranks_of(world_size: int) -> list[Rank]:
-    """The first, the second and the last one."""
+    """Return the ranks that are run: the first, the second and the last one."""
     return [Rank(rank, world_size) for rank in (0, 1, world_size - 1)]
 
 
 class Story(NamedTuple):
-    """What was seen of ranks in step."""
+    """What the ranks did."""
 
-    requests: list[Request]  # that all of them made
-    ends: list[Ended]  # of each rank
+    requests: list[Request]  # collectives that all ranks called, in order
+    ends: list[Ended]  # end of each rank that was run
 
     @property
     def results(self) -> list[object]:
-        """What each rank returned; the error of any is one of the test."""
+        """What each rank returned; fails the test if a rank raised an error."""
         errors = [end.error for end in self.ends if end.error]
         assert not errors, errors[0]
         return [end.result for end in self.ends]
 
 
 def in_step(work: Callable[[Rank], object], world_size: int) -> Story:
-    """Run `work` on some ranks of a group of `world_size`; over `worker.process_group` they are in step.
+    """Run `work` on some ranks of a group of `world_size`, in step at each collective of `worker.process_group`.
 
     Raises:
-        AssertionError: Ranks asked for different collectives, or some of them ended and others asked for more.
+        AssertionError: Ranks called different collectives, or some ended while others called one more.
     """
     context, ways, processes = context_of_workers(), [], []
     for rank in ranks_of(world_size):
@@ -225,15 +225,15 @@ def in_step(work: Callable[[Rank], object], world_size: int) -> Story:
     try:
         return _carry_out(ways, world_size)
     finally:
-        # what they know is told: nobody waits for one that is left in a collective
+        # all results have arrived by now; a rank that still waits in a collective must not keep the test waiting
         for process in processes:
             process.kill()
             process.join()
 
 
 def _be(work: Callable[[Rank], object], rank: Rank, others: Connection) -> None:
-    """One rank, in a process of its own."""
-    # what the test process holds need not be looked through for garbage, nor what is made in so short a life
+    """Run one rank; the body of its process."""
+    # no garbage collection: neither the test's objects nor those of so short a process are worth a scan
     gc.freeze()
     gc.disable()
     dist.Backend.register_backend(BACKEND, partial(_make_group, others), devices=["cpu"])
@@ -244,7 +244,7 @@ def _be(work: Callable[[Rank], object], rank: Rank, others: Connection) -> None:
         stand_in(time, name, clock)
     try:
         ended = Ended(work(rank))
-    except BaseException as error:  # noqa: BLE001 # whatever ends a rank is told
+    except BaseException as error:  # noqa: BLE001 # the test has to learn of every error
         ended = Ended(error=f"rank {rank.rank}: {''.join(traceback.format_exception(error))}")
     others.send(ended)
 
@@ -254,7 +254,7 @@ def _make_group(others: Connection, _store: object, rank: int, size: int, _timeo
 
 
 def stand_in(module: Any, name: str, value: object) -> None:
-    """In a process that ends soon nothing has to be put back."""
+    """Replace an attribute for good, which is harmless in a process that ends soon."""
     setattr(module, name, value)
 
 
@@ -264,7 +264,7 @@ def _carry_out(ways: Sequence[Connection], world_size: int) -> Story:
     while None in ends:
         said = [_hear(way) if end is None else end for way, end in zip(ways, ends, strict=True)]
         asked = [each for each in said if isinstance(each, Asked)]
-        # whoever waits for a rank that has failed is ended with it: that is no deadlock
+        # ranks that wait for a failed rank are ended too; this counts as the failure's effect, not as a deadlock
         failed = any(isinstance(each, Ended) and each.error for each in said)
         alike = len({each.request for each in asked}) <= 1
         together = failed or len(asked) in (0, len(ways))
@@ -297,7 +297,7 @@ def _difference(said: Sequence[Asked | Ended], before: Sequence[Request]) -> str
 
 
 def _answers(asked: Sequence[Asked], world_size: int) -> list[list[Array]]:
-    """What each rank gets."""
+    """Return what the collective gives to each rank that is run."""
     request, places = asked[0].request, len(asked[0].arrays)
     columns = [[each.arrays[place] for each in asked] for place in range(places)]
     if request.operation == "all_reduce":

@@ -1,8 +1,8 @@
-"""Every message that a user can meet, listed from the code: errors that are raised, and lines that are written.
+"""List every message that a user can meet from the code: errors that are raised, and lines that are written.
 
     python -m tests.messages [FOLDER]
 
-Values stand in braces as in the code. Read the list once before a release.
+Values appear in braces, as in the code. Read the list once before a release.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "tula_hpc"
-# calls whose texts a user reads; of methods the last name
+# functions and methods whose text arguments a user reads
 SPOKEN = frozenset(
     {"print", "write", "write_out", "_say", "say", "Verdict", "failed", "warning", "ok", "Note", "error"}
 )
-# a message is assigned to such a name before it is raised
+# variables to which a message is assigned before it is raised or written
 CARRIERS = frozenset({"message", "words", "why", "remedy", "reason", "expected"})
 
 
@@ -41,13 +41,13 @@ def _texts(node: ast.expr, line: int) -> Iterator[tuple[int, str]]:
     values = [*node.args, *(keyword.value for keyword in node.keywords)] if isinstance(node, ast.Call) else [node]
     for value in values:
         text = _text(value)
-        # a word alone is a key, a name or an ending
+        # a single word is a key, a name or a suffix, not a message
         if " " in text.strip():
             yield line, text.strip()
 
 
 def _text(node: ast.expr) -> str:
-    """Return a text with its values in braces; empty for an expression that is none."""
+    """Return a string or f-string with its values in braces; empty for any other expression."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):

@@ -1,4 +1,4 @@
-"""Measurements of a made-up cluster whose laws are known, for tests of the models and the plan."""
+"""Measurements of a made-up cluster that follows known equations, for tests of the models and the plan."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ def failed(nodes: int, local_batch: int, **changes: Any) -> Measurement:
 
 
 def grid(sizes: Iterable[int] = (1, 2, 4), batches: Iterable[int] = (32, 64, 128, 256, 512, 1024)) -> list[Measurement]:
-    """One measurement for every cluster size and global batch."""
+    """Return a measurement for every cluster size and global batch."""
     return [ok(nodes, batch // nodes) for nodes in sizes for batch in batches]
 
 
 def sweep(objective: str = "knee", workload: dict[str, Any] | None = None, **search: Any) -> SweepSpec:
-    bounds = {"mode": "partial"} | search  # so that a plan over the corners is complete
+    bounds = {"mode": "partial"} | search  # with this mode, a plan from the corners of the grid is complete
     tables = {"name": "test", "objective": {"kind": objective}, "search": bounds, "workload": workload or {"epochs": 5}}
     return SweepSpec.model_validate(tables)
 

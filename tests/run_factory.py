@@ -1,4 +1,4 @@
-"""Run directories as a sweep would leave them, from a known model of a cluster, for tests of what reads them."""
+"""Make run directories as a sweep leaves them, from a known model of a cluster, for tests of their readers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ usd_per_node_hour = 2.48
 
 
 def compute_time_s(local_batch: int) -> float:
-    """Forward and backward: affine in b."""
+    """Return the time of forward and backward pass: affine in b."""
     return 0.004 + 0.0011 * local_batch
 
 
@@ -133,7 +133,7 @@ def measurement(configuration: Configuration, seed: int = 0, **changes: object) 
 
 
 def memory_use(local_batch: int, noise: float = 1.0) -> MemoryUse:
-    """Memory of a worker on CPU: the whole process is 300 MiB more than the training in it."""
+    """Return the memory of a worker on CPU, whose process needs 300 MiB in addition to the training."""
     whole = int(peak_bytes(local_batch) * noise)
     return MemoryUse(
         peak_bytes=whole - 300 * MIB,
@@ -160,7 +160,7 @@ def oom(configuration: Configuration, detail: str = "killed by the memory limit 
 
 
 def candidate(configuration: Configuration, *, error: float = 0.02, measured: bool = True) -> Candidate:
-    """What a model that is `error` too slow would predict."""
+    """Return the prediction of a model whose times are too long by the fraction `error`."""
     step = step_time_s(configuration) * (1 + error)
     epoch = DATASET_SAMPLES // configuration.global_batch * step
     train = EPOCHS * epoch
@@ -192,7 +192,7 @@ def candidate(configuration: Configuration, *, error: float = 0.02, measured: bo
 
 
 def with_step_time(known: Candidate, step_s: float) -> Candidate:
-    """The candidate with another step time, and the interval of its training in proportion."""
+    """Return the candidate with another step time; its training time and interval change in proportion."""
     factor = step_s / known.step_time_s
     low, high = known.interval_90["train_time_s"]
     update = {"step_time_s": step_s, "train_time_s": factor * known.train_time_s}
@@ -200,7 +200,7 @@ def with_step_time(known: Candidate, step_s: float) -> Candidate:
 
 
 def plan(candidates: Sequence[Candidate], **changes: object) -> Plan:
-    """A plan that chose the candidate of 4 nodes with the second largest batch that fits."""
+    """Make a plan that chose the largest number of nodes and, there, the second largest batch that fits."""
     candidates = with_front(candidates)
     fitting = sorted((item for item in candidates if item.feasible), key=lambda item: (item.nodes, item.global_batch))
     fields: dict[str, object] = {
@@ -228,7 +228,7 @@ def plan(candidates: Sequence[Candidate], **changes: object) -> Plan:
 
 
 def with_front(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates, those of the Pareto front marked."""
+    """Return the candidates with those on the Pareto front marked."""
     feasible = [item for item in candidates if item.feasible]
     return [
         item.model_copy(update={"pareto": item.feasible and not any(_beats(other, item) for other in feasible)})
@@ -241,7 +241,7 @@ def _beats(other: Candidate, item: Candidate) -> bool:
 
 
 def make_run(root: Path, *, stage: str = "train", epochs_done: int = EPOCHS, seed: int = 0) -> RunDirectory:
-    """A run directory that went as far as `stage`: "profile", "plan" or "train" (with `epochs_done` epochs)."""
+    """Make a run directory that has reached `stage`: "profile", "plan" or "train" (with `epochs_done` epochs)."""
     run = RunDirectory(root).create()
     write_atomically(run.sweep_file, SWEEP_TOML)
     write_atomically(run.cluster_file, CLUSTER_TOML)
@@ -259,7 +259,7 @@ def make_run(root: Path, *, stage: str = "train", epochs_done: int = EPOCHS, see
 
 @contextlib.contextmanager
 def pages_alone(*names: str) -> Iterator[None]:
-    """Reports have pages with all figures, or these, as SVG meanwhile; PNG and PDF, most of the work, are empty."""
+    """Draw all figures, or those of these names, only as SVG: the files PNG and PDF, which take longest, stay empty."""
     from tula_hpc.analysis.figures import all as figures
 
     with pytest.MonkeyPatch.context() as patch:
@@ -271,7 +271,7 @@ def pages_alone(*names: str) -> Iterator[None]:
 
 
 def told_first(run: RunContents) -> str:
-    """All sentences of the report's first page, in order."""
+    """Return all sentences of the report's first page, in order."""
     from tula_hpc.analysis.report.first_page import first_page
 
     page = first_page(run)
@@ -284,7 +284,7 @@ def write_plan(run: RunDirectory, made: Plan) -> None:
 
 
 def write_training(run: RunDirectory, *, epochs_done: int = EPOCHS, label: str = "main") -> None:
-    """Metrics of a training of the plan's choice, preempted in its seventh epoch; a result if all are done."""
+    """Write a training of the plan's choice, preempted in its seventh epoch; its result only if all epochs are done."""
     made = run.read_plan()
     chosen = made.chosen
     files = run.train(label)
@@ -375,8 +375,7 @@ def _result(label: str, made: Plan, last: EpochMetrics) -> TrainResult:
     )
 
 
-# A training that runs out of memory on its way: see tests/examples/hungry.py.
-# as short as it can be: memory runs out in the third epoch
+# A training that runs out of memory in its third and last epoch; see tests/examples/hungry.py.
 LATE_SWEEP = SweepSpec.model_validate(
     {
         "name": "late",
@@ -393,7 +392,7 @@ LATE_SWEEP = SweepSpec.model_validate(
 
 
 def late_plan() -> Plan:
-    """One worker with 512 samples a step, which will not fit in the end, and 64 to fall back to."""
+    """Make a plan of one worker with a batch of 512, which runs out of memory late, and 64 as the fallback."""
     small = [candidate(Configuration(1, 1, local_batch)) for local_batch in (16, 32, 64)]
     large = candidate(Configuration(1, 1, 512)).model_copy(update={"feasible": True})
     return plan([*small, large], chosen=large, fallbacks=[small[2]])

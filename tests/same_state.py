@@ -6,7 +6,7 @@ import torch
 
 
 def same_state(one: object, other: object) -> bool:
-    """Bit for bit, however deep the tensors lie."""
+    """Return whether two nested states are equal, tensors bit for bit."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict) and isinstance(other, dict):

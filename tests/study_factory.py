@@ -1,4 +1,4 @@
-"""A study's run directory as if it had been trained: accuracies by a formula, some runs diverged, some failed."""
+"""Make a study's run directory without training: accuracies follow a formula, some runs diverge, some fail."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tula_hpc.records import EpochMetrics, RunDirectory, StepMetrics, TrainResul
 SWEEP: dict[str, object] = {
     "name": "made-up",
     "workload": {"dataset": "digits", "epochs": 20},
-    "training": {"gate": "paper"},  # or δ would do nothing
+    "training": {"gate": "paper"},  # δ has an effect only with this gate
     "study": {
         "methods": ["lbt", "lrs", "lars", "ags"],
         "batches": [256, 512, 1024],
@@ -31,7 +31,7 @@ LOSS_PER_DOUBLING = {"lbt": 0.05, "lrs": 0.03, "lars": 0.08, "ags": 0.015, "ags-
 
 
 def accuracy(cell: StudyCell) -> float | None:
-    """Falls with every doubling of the batch; None where the run diverged."""
+    """Return an accuracy that falls with every doubling of the batch; None where the run diverges."""
     if cell.column == "lrs" and cell.batch == 1024 and cell.seed == 2:
         return None
     noise = random.Random(cell.label).gauss(0.0, 0.006)
@@ -41,7 +41,7 @@ def accuracy(cell: StudyCell) -> float | None:
 def make_study(
     root: Path, tables: dict[str, object] = SWEEP, outcome: Callable[[StudyCell], float | None] = accuracy
 ) -> RunDirectory:
-    """The directory of a study whose runs have all ended; `outcome` says how."""
+    """Make the directory of a study whose runs have all ended; `outcome` gives the end of each run."""
     spec = SweepSpec.model_validate(tables)
     run = RunDirectory(root).create()
     write_atomically(run.sweep_file, tomli_w.dumps(spec.model_dump(mode="json", exclude_none=True)))
@@ -56,7 +56,7 @@ def make_study(
 
 
 def result(spec: SweepSpec, cell: StudyCell, reached: float | None) -> TrainResult:
-    """How one run ended; None: it diverged."""
+    """Return the result of a run with the accuracy `reached`; None: the run diverged."""
     return TrainResult(
         label=cell.label,
         nodes=1,

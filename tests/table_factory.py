@@ -12,7 +12,7 @@ from tula_hpc.analysis.planning.knee import Array, TrainTime
 
 
 class Row(NamedTuple):
-    """One candidate; everything else of it does not matter."""
+    """One candidate, with the fields that the ranking uses."""
 
     nodes: int
     local_batch: int
@@ -54,7 +54,7 @@ def table_of(rows: Iterable[Row]) -> CandidateTable:
 
 
 def hyperbola(fixed: float, per_sample: float = 0.0) -> TrainTime:
-    """Training time per sample of a step that takes `fixed + per_sample × b`."""
+    """Return the training time per sample of a model whose step takes `fixed + per_sample × b`."""
 
     def train_time_s(_: int, nodes: Array, workers_per_node: Array, local_batch: Array) -> Array:
         return (fixed + per_sample * local_batch) / (nodes * workers_per_node * local_batch)

@@ -1,6 +1,6 @@
-"""Laws of the house in CONTRIBUTING.md: sizes of packages and modules, names, density, and what a login node loads.
+"""Check rules of CONTRIBUTING.md: sizes of packages and modules, names, line density, and imports on a login node.
 
-Floors, circles and who imports torch or matplotlib are contracts of import-linter in pyproject.toml.
+Layers, import cycles and the imports of torch and matplotlib are contracts of import-linter in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ SOURCES = sorted(PACKAGE.glob("*.py")) + sorted(
 )
 MODULES = [path for path in SOURCES if path.name not in ("__init__.py", "__main__.py")]
 MOST_MODULES = {"tula_hpc": 15}
-# config, records and figures name a module after its owner, and a command has its stage's name; may only shrink
+# config, records and figures name a module after its owner, a command after its stage; the list may only shrink
 SHARED_NAMES = {
     "drift", "evaluation", "job", "memory", "plan", "probes", "study", "sweep", "text", "training",
     "workload",
 }  # fmt: skip
-# public names, entries of jobs, and what has no better place in its package; may only shrink
+# small modules allowed: public names, entry points of jobs, or no better place in the package; may only shrink
 SMALL = {
     "analysis/memory.py", "analysis/performance.py", "analysis/study.py",
     "profiling/job.py", "training/job.py",
 }  # fmt: skip
-# may only shrink
+# modules allowed to be larger than the limit; may only shrink
 LARGE = {"optim/optimizer.py", "records/events.py"}
 DIRECTIVE = re.compile(r"#\s*(noqa|type:|pragma|fmt:)")
 
@@ -75,16 +75,16 @@ def test_modules_are_neither_scraps_nor_heaps() -> None:
 
 
 def has_comment_behind_code(line: str) -> bool:
-    """As far as a line alone can tell: the sign may stand in a string."""
+    """Return whether a `#` follows code in the line; it may be part of a string."""
     return "#" in line and not line.strip().startswith("#")
 
 
 def several_things(text: str) -> Iterator[str]:
-    """Conditional expressions within others, and comments behind code, with their lines."""
+    """Yield nested conditional expressions and comments behind code, with their line numbers."""
     for node in nodes_of(text):
         if isinstance(node, ast.IfExp) and sum(isinstance(child, ast.IfExp) for child in ast.walk(node)) > 1:
             yield f"line {node.lineno}: a conditional expression within another"
-    # to look at every token takes seconds
+    # tokenizing every file takes seconds
     behind = filter(has_comment_behind_code, text.splitlines())
     if all(DIRECTIVE.match(line[line.index("#") :]) for line in behind):
         return
@@ -100,7 +100,7 @@ def test_a_line_says_one_thing() -> None:
 
 
 def places_that_look_into_events(source: str) -> Iterator[int]:
-    """Lines that read the name of an event or its data."""
+    """Yield the lines that read the name of an event or its data."""
     for node in nodes_of(source):
         if not isinstance(node, ast.Attribute):
             continue
@@ -115,20 +115,20 @@ def test_the_law_knows_what_it_forbids(text: str) -> None:
 
 
 def test_only_records_look_into_events() -> None:
-    """What a run's events mean together is asked of `RunHistory`."""
+    """Other packages ask `RunHistory` what a run's events mean."""
     others = [path for path in SOURCES if path.parent.name != "records"]
     found = {place(path): list(places_that_look_into_events(path.read_text())) for path in others}
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
 def test_only_env_reads_the_schedulers_variables() -> None:
-    # launch writes OMP_NUM_THREADS for the jobs, it reads none; python_path comes before env could be imported
+    # launch only writes OMP_NUM_THREADS for the jobs; python_path runs before env can be imported
     others = [path for path in SOURCES if place(path).split("/")[0] not in ("env.py", "launch", "python_path.py")]
     readers = {path for path in others if "os.environ" in path.read_text()}
     assert {place(path) for path in readers if "XDG_CACHE_HOME" not in path.read_text()} == set()
 
 
-# One process for all commands and what they submit, those that need least first: what is loaded stays.
+# One process runs all commands and their jobs, those with the fewest imports first: a module once loaded stays.
 COMMANDS = """
 import contextlib, io, os, sys
 numerics, drawing, jobs = {"numpy", "scipy", "kneed"}, {"matplotlib", "matplotlib.pyplot"}, {"submitit", "torch"}

@@ -1,4 +1,4 @@
-"""Which errors mean that memory ran out, in the words of the libraries that torch calls."""
+"""Test which error messages of torch and of its libraries count as running out of memory."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_of_a_gpu_that_answers_no_more_nothing_is_known(monkeypatch: pytest.Monk
 
 
 WORKS = "import time\nwhile time.process_time() < 0.3: pass"
-# as a fork server has, a child of its own that has ended
+# a process that, like a fork server, has a child that has ended
 SERVES = f"""
 import subprocess, sys
 subprocess.run([sys.executable, "-c", {WORKS!r}], check=True)
@@ -102,7 +102,7 @@ sys.stdin.read()
 
 @pytest.mark.processes
 def test_processor_time_of_processes_that_have_ended_still_counts() -> None:
-    """A loader ends its processes with each epoch; what they used never becomes less."""
+    """A loader ends its processes after each epoch; the processor time that they used must still count."""
     before = descendants_processor_s()
     subprocess.run([sys.executable, "-c", WORKS], check=True)
     alone = descendants_processor_s()

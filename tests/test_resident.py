@@ -71,16 +71,16 @@ def test_a_process_that_ends_while_it_is_looked_at_is_the_last_of_its_line(
 
 
 BLOCK = 8 * MIB
-DEFAULT = 128 * 1024  # glibc's thresholds at a start
+DEFAULT = 128 * 1024  # glibc's initial thresholds, in bytes
 
 
 def churn(*, keep: bool) -> tuple[int, int]:
-    """Return how often the kernel has to give a page in a step of a training, and what is held after a release."""
+    """Return the page faults of a training step, and the bytes that are still resident after a release."""
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
     libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
 
-    def step() -> None:  # what it does with its gradients
+    def step() -> None:  # allocates and frees memory as a training step does with gradients
         blocks = [libc.malloc(BLOCK) for _ in range(6)]
         for block in blocks:
             libc.memset(block, 1, BLOCK)
@@ -106,7 +106,7 @@ def churn(*, keep: bool) -> tuple[int, int]:
 def test_freed_memory_is_there_for_the_next_step_and_can_still_be_released() -> None:
     said = []
     for keep in (True, False):
-        # such a choice is for good, and what other tests have freed is in no process of its own
+        # in a new process, because the setting cannot be undone and other tests leave freed memory behind
         program = f"from tests.test_resident import churn; print(*churn(keep={keep}))"
         printed = subprocess.check_output([sys.executable, "-c", program], cwd=Path(__file__).parents[1], text=True)
         said.append([int(word) for word in printed.split()])

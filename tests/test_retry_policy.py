@@ -1,4 +1,4 @@
-"""Which failures of a training's job, or of a profile's, are worth another job: the tables alone."""
+"""Test which failures of a training or of a profile lead to another job, from the policy's tables alone."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ ENDS = {
 
 
 def jobs_until_given_up(policy: RetryPolicy, failure: Failure, step: int = 0, interrupted: int = 0) -> int | NextStep:
-    """Count the jobs of a training that always fails like this; each begins `step` samples after the last.
+    """Count the jobs of a training that always fails like this; each resumes `step` samples after the one before.
 
-    So many of the first ones are preempted instead.
+    The first `interrupted` jobs are preempted instead.
     """
     events: list[Event] = []
     for job in range(1, 30):
