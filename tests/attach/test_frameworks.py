@@ -74,6 +74,8 @@ CASES = [
     Case(LIGHTNING, 2, 8, ("--accumulate", "2", "--samples", "256", "--loader-workers", "1", "--anew"), is_killed=True),
     # a framework takes the next batch of a stream at once
     Case(LIGHTNING, 1, 3, ("--stream", "--samples", "64"), is_killed=True),
+    # stopped while one of its loaders is gone through for the second and for the first time
+    Case(LIGHTNING, 1, 5, ("--cycled", "--samples", "64"), is_killed=True),
     # the first worker sends the others their batches, and each evaluates by a loader of its own
     Case(TRAINER, 2, 3, ("--stream", "--masks"), is_killed=True),
     Case(LIGHTNING, 1, 3, ("--by-hand", "--samples", "64", "--max-steps", "16")),

@@ -2,7 +2,7 @@
 
 on_lightning.py --batch-size 8 --epochs 2 [--samples 128] [--by-hand] [--accumulate 2] [--max-steps 14] [--width 32]
                 [--log FOLDER] [--pause 0.1] [--early] [--averaged] [--loader-workers 1]
-                [--stream] [--search] [--finder] [--plateau] [--anew]
+                [--stream] [--cycled] [--search] [--finder] [--plateau] [--anew]
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -73,9 +74,10 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc] # no types ar
     def forward(self, inputs: Tensor) -> Any:
         return self.layers(inputs)
 
-    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+    def training_step(self, batch: Any, index: int) -> Tensor:
         time.sleep(self.pause_s)
-        inputs, targets = batch
+        # of several loaders
+        inputs, targets = map(torch.cat, zip(*batch.values(), strict=True)) if isinstance(batch, dict) else batch
         loss = nn.functional.cross_entropy(self(inputs), targets)
         self.log("train_loss", loss)
         self.log_file.write(f"{float(loss).hex()} {float(inputs.sum()).hex()} {self.lr}\n")
@@ -116,6 +118,7 @@ def options_given() -> argparse.Namespace:
     parser.add_argument("--averaged", action="store_true")
     parser.add_argument("--loader-workers", type=int, default=0)
     parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--cycled", action="store_true")
     parser.add_argument("--search", action="store_true")
     parser.add_argument("--finder", action="store_true")
     parser.add_argument("--plateau", action="store_true")
@@ -162,6 +165,10 @@ def main() -> None:
         loader = DataLoader(data, options.batch_size, shuffle=True, num_workers=options.loader_workers)
         if options.stream:
             loader = DataLoader(Stream(data), options.batch_size)
+        if options.cycled:
+            # gone through several times an epoch, in an order of its own
+            few = DataLoader(Noisy(24), 8, shuffle=True, generator=torch.Generator())
+            loader = CombinedLoader({"many": loader, "few": few}, "max_size_cycle")
         if options.search:
             # what it finds is not taken
             Tuner(trainer).lr_find(model, loader, num_training=12, update_attr=False)

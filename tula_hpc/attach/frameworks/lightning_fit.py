@@ -211,7 +211,7 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         only = combined.flattened[0] if len(combined.flattened) == 1 else combined
         found = dict(self.keeper.found)
         if self.keeper.progress.batches and _draws_late(combined):
-            begin = partial(self.keeper.history.begin_without_draws, begin)
+            begin = partial(self.keeper.history.begin_without_draws, only, begin)
         self.stream = self.keeper.open(only, begin)
         if self.keeper.progress.batches and sized_len(combined) is None:
             # Lightning loads the next batch of a stream at once, to know whether there is one

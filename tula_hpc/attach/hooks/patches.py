@@ -11,7 +11,7 @@ from functools import partial, wraps
 from typing import Any
 
 from torch import nn
-from torch.utils.data import dataloader
+from torch.utils.data import DataLoader, dataloader
 from torch.utils.hooks import RemovableHandle
 
 from tula_hpc.ddp.rendezvous import LOOPBACK
@@ -115,3 +115,28 @@ def around_next(note: Callable[[object, object], None], listener: Any) -> None:
         return batch
 
     kind.__next__ = following  # type: ignore[method-assign] # to note each batch
+
+
+def tell_beginnings(then: Callable[[object], None]) -> None:
+    """Call a function with each loader of torch before an iterator is made of it."""
+    original = DataLoader.__iter__
+
+    @wraps(original)
+    def begin(self: DataLoader[Any]) -> Any:
+        then(self)
+        return original(self)
+
+    DataLoader.__iter__ = begin  # type: ignore[method-assign] # to note each
+
+
+def after_index(iterator: Any, then: Callable[[], None]) -> None:
+    """Call a function once the sampler has drawn what belongs to an iterator's next batch."""
+    original = iterator._next_index
+
+    def next_index() -> Any:
+        index = original()
+        del iterator._next_index
+        then()
+        return index
+
+    iterator._next_index = next_index

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from tula_hpc.attach import be_around
 from tula_hpc.attach.frameworks.folders import batch_of, check_folders, kept_in_folder
+from tula_hpc.attach.hooks.patches import tell_beginnings
 from tula_hpc.attach.reporting import Said
 from tula_hpc.attach.train.first_pass import rehearse_first_pass
 from tula_hpc.attach.train.loaders import (
@@ -29,7 +30,6 @@ from tula_hpc.attach.train.loaders import (
     random_state,
     set_generator_states,
     set_random_state,
-    tell_beginnings,
 )
 from tula_hpc.attach.train.peers import ScriptPeers, require_state, state_of
 from tula_hpc.attach.train.resume_point import ScriptProgress
@@ -255,7 +255,8 @@ class Keeper(SafePoints):
             self.steps.end_steps_of_epoch()
 
     def note_beginning(self, loader: object) -> None:
-        """Note a loader that the script is about to begin by itself within `tula.epochs`."""
+        """Note a loader that is about to be begun, by the script itself or inside another one."""
+        self.history.note_beginning(loader)
         if self.loops and self.in_epoch and not self.in_batches:
             self.beginnings.note(loader, self.calls)
 

@@ -20,7 +20,7 @@ import random
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, NamedTuple, TypeGuard
 
@@ -29,6 +29,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
+from tula_hpc.attach.hooks.patches import after_index
 from tula_hpc.batches import length_of
 from tula_hpc.data.loader import stop_signals_blocked
 from tula_hpc.data.random_numbers import Numbers, random_numbers
@@ -133,7 +134,9 @@ def _tensor(text: str) -> torch.Tensor:
 
 
 def _generators(loader: object) -> list[torch.Generator]:
-    """Return the generators of a loader and its samplers, each once."""
+    """Return the generators of a loader and its samplers, and of loaders inside it."""
+    if inner := getattr(loader, "flattened", None):
+        return [generator for each in inner for generator in _generators(each)]
     batch_sampler = getattr(loader, "batch_sampler", None)
     holders = [
         (loader, "generator"),
@@ -230,18 +233,6 @@ class OwnBeginnings:
         self._found = {int(place): tuple(states) for place, states in json.loads(text).items()}
 
 
-def tell_beginnings(then: Callable[[object], None]) -> None:
-    """Call a function with each loader of torch before an iterator is made of it."""
-    original = DataLoader.__iter__
-
-    @wraps(original)
-    def begin(self: DataLoader[Any]) -> Any:
-        then(self)
-        return original(self)
-
-    DataLoader.__iter__ = begin  # type: ignore[method-assign] # to note each
-
-
 class Stream:
     """Batches of a loader, which is any iterable, without those that have passed.
 
@@ -331,6 +322,11 @@ class LoaderHistory:
         self.is_behind = False
         # batches that the loader loads at once, one for each worker that it sends its batch
         self.parts = 1
+        # loaders inside the one that is gone through, as inside Lightning's; random numbers before
+        # each was last begun in this epoch, and in the checkpoint's, by place among them
+        self._inner: Sequence[object] = ()
+        self._begun: dict[str, str] = {}
+        self._begun_before: dict[str, str] = {}
         # batches loaded by each iterator, and random numbers before those last loaded at once
         self._loading: Loading = weakref.WeakKeyDictionary()
         # numbers before the batch that is loaded ahead, and those when a framework began to take
@@ -393,7 +389,7 @@ class LoaderHistory:
         left, ahead, behind = self._found
         self._found = (left - 1, ahead, behind)
         if left == 0:
-            _after_index(iterator, partial(set_random_state, ahead))
+            after_index(iterator, partial(set_random_state, ahead))
         if left == 1 - self.parts:
             self._found = None
             return behind
@@ -407,6 +403,18 @@ class LoaderHistory:
     def load_from(self, loader: object, workers: int) -> None:
         """Note the loader that comes next; accelerate's may load a batch for each worker at once."""
         self.parts = workers if getattr(loader, "split_batches", None) is False else 1
+        self._inner, self._begun = getattr(loader, "flattened", ()), {}
+
+    def note_beginning(self, loader: object) -> None:
+        """Note a loader right before it is begun, which happens in mid-epoch to short inner ones.
+
+        When a resumed training begins one again, it has the numbers of its last beginning.
+        """
+        for place in (str(n) for n, inner in enumerate(self._inner) if inner is loader):
+            # a first time has the numbers of the epoch's loader
+            if self.is_behind and place in self._begun:
+                set_random_state(self._begun_before[place], loader)
+            self._begun[place] = random_state(loader)
 
     def take_batches(self, iterator: object) -> None:
         """Note that a framework takes the batches of its next step, the first loaded already."""
@@ -417,11 +425,11 @@ class LoaderHistory:
         if found.get("ahead") and "now" in found:
             self._found = (passed * self.parts, found["ahead"], found["now"])
 
-    def begin_without_draws(self, begin: Callable[[], Any]) -> Any:
-        """Begin to load, and restore the random numbers from before."""
-        numbers = random_state()
+    def begin_without_draws(self, loader: object, begin: Callable[[], Any]) -> Any:
+        """Begin to load, and restore the random numbers from before, the loader's own, too."""
+        numbers = random_state(loader)
         begun = begin()
-        set_random_state(numbers)
+        set_random_state(numbers, loader)
         return begun
 
     def catch_up(self) -> None:
@@ -438,27 +446,16 @@ class LoaderHistory:
         return {
             "ahead": random_state(numbers=ahead) if ahead else "",
             "now": random_state(loader, now),
-            "history": json.dumps([self.starts, self.before]),
+            "history": json.dumps([self.starts, self.before, self._begun]),
         }
 
     def load_state(self, text: str) -> None:
         """Go on, within an epoch, from the "history" that `moments` returned."""
-        self.starts, self.before = map(Counter, json.loads(text))
+        starts, before, *begun = json.loads(text)
+        self.starts, self.before = Counter(starts), Counter(before)
+        self._begun_before = dict(*begun)
         self._earlier = Counter(self.starts)
         self.is_behind = True
-
-
-def _after_index(iterator: Any, then: Callable[[], None]) -> None:
-    """Call a function once the sampler has drawn what belongs to an iterator's next batch."""
-    original = iterator._next_index
-
-    def next_index() -> Any:
-        index = original()
-        del iterator._next_index
-        then()
-        return index
-
-    iterator._next_index = next_index
 
 
 def _is_indexed(loader: object) -> TypeGuard[DataLoader[Any]]:
