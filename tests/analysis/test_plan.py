@@ -94,20 +94,24 @@ def test_times_and_costs_follow_from_the_step_time(basis: str) -> None:
 def test_a_prediction_is_no_surer_than_what_was_measured() -> None:
     """A model that follows every mean shows no scatter, however far each of them may be off."""
 
-    def step_ends(configuration: Configuration, off: float) -> tuple[float, float]:
+    def planned(off: float) -> Plan:
         rows = []
         for row in CORNERS:
             assert row.times is not None
             step = row.times.step_time_s
             times = row.times.model_copy(update={"step_time_high_s": off * step, "step_time_low_s": step / off})
             rows.append(row.model_copy(update={"times": times, "converged": off < 1.02}))
-        found = make_plan(sweep(), cluster(), rows).find(configuration)
+        return make_plan(sweep(), cluster(), rows)
+
+    def step_ends(plan: Plan, configuration: Configuration) -> tuple[float, float]:
+        found = plan.find(configuration)
         assert found is not None
         low, high = (end / found.step_time_s for end in found.interval_90["step_time_s"])
         return low, high
 
+    plans = [planned(off) for off in (1.0, 1.01, 1.6, 9.0)]
     for configuration in (CORNERS[0].configuration, Configuration(2, 1, 64)):
-        exact, sure, noisy, unknown = (step_ends(configuration, off) for off in (1.0, 1.01, 1.6, 9.0))
+        exact, sure, noisy, unknown = (step_ends(plan, configuration) for plan in plans)
         assert sure == pytest.approx(exact, rel=0.01)
         assert noisy[0] < 1.6**-0.8
         assert noisy[1] > 1.6**0.8
