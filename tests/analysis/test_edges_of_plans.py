@@ -94,17 +94,30 @@ def test_a_batch_that_may_fit_is_tried() -> None:
 
 
 @pytest.fixture
-def finished(tmp_path: Path) -> RunDirectory:
-    """A run whose adaptive search for the knee wants nothing more."""
+def begun(tmp_path: Path) -> RunDirectory:
+    """A run that has measured nothing yet."""
     run = RunDirectory(tmp_path / "run").create()
     run.sweep_file.write_text(RUN)
     run.cluster_file.write_text('name = "here"\n')
+    return run
+
+
+@pytest.fixture(scope="module")
+def searched() -> list[Measurement]:
+    """What an adaptive search for the knee measures until it wants nothing more."""
     spec = sweep("knee", mode="adaptive", min_batch=32, max_batch=2048, cluster_sizes=[1, 2, 4, 8])
     rows: list[Measurement] = []
     while proposed := propose(spec, cluster(), rows):
         rows.append(ok(proposed[0].nodes, proposed[0].local_batch, finished_at=len(rows) + 1.0))
-        append_record(run.profile / "task.jsonl", rows[-1], durable=False)
-    return run
+    return rows
+
+
+@pytest.fixture
+def finished(begun: RunDirectory, searched: list[Measurement]) -> RunDirectory:
+    """A run whose search wants nothing more."""
+    for row in searched:
+        append_record(begun.profile / "task.jsonl", row, durable=False)
+    return begun
 
 
 @pytest.mark.parametrize("arguments", [["--objective", "time"], ["--set", "search.cluster_sizes=[1, 2, 4, 8, 16]"]])
@@ -121,11 +134,10 @@ def test_other_aims_of_a_finished_run_are_not_to_be_had_by_running_it_again(
     assert "a new --run-dir" in told
 
 
-def test_the_aim_of_the_run_itself_is_no_other_one(finished: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    (finished.profile / "task.jsonl").unlink()
+def test_the_aim_of_the_run_itself_is_no_other_one(begun: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     for row in CORNERS[:3]:
-        append_record(finished.profile / "task.jsonl", row, durable=False)
-    assert main([str(finished.root), "--objective", "knee", "--set", "pricing.basis=node-hour"]) == 0
+        append_record(begun.profile / "task.jsonl", row, durable=False)
+    assert main([str(begun.root), "--objective", "knee", "--set", "pricing.basis=node-hour"]) == 0
     assert "run the sweep again" in re.sub(r"\s+", " ", capsys.readouterr().out)
 
 
