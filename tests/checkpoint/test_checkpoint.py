@@ -111,7 +111,6 @@ values = st.recursive(
 
 
 @given(st.dictionaries(st.text(), values, max_size=4))
-@settings(max_examples=60)
 def test_what_is_accepted_comes_back_the_same(state: dict[str, Any]) -> None:
     checkpoint._check_storable(state, "state")
     assert equal(checkpoint._unpickle(Path("memory"), torch_bytes(state)), state)
