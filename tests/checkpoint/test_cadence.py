@@ -24,7 +24,7 @@ betweens = st.floats(1.0, 1e9)
 
 
 def interval_s(cost_s: float, between_s: float) -> float:
-    """Seconds of steps between two saves."""
+    """Return the seconds of training between two saves."""
     return float(interruptions.interval_s(cost_s, np.array([between_s]))[0])
 
 
@@ -79,7 +79,7 @@ def drive(cadence: Cadence, steps: int, seconds: float) -> None:
 
 
 def warm(fixed_s: float | None = None, between_s: float = DAY_S, step_s: float = 0.1) -> Cadence:
-    """One whose first steps were slow, and then 20 took `step_s`."""
+    """Return a cadence after some slow first steps and 20 steps of `step_s`."""
     cadence = Cadence(Interruptions(between_s, is_known=True), fixed_s)
     drive(cadence, WARM_UP_STEPS, 2.0)
     drive(cadence, 20, step_s)
@@ -146,7 +146,7 @@ def test_a_save_that_was_waited_for_says_nothing_about_one_that_is_not() -> None
 def test_over_a_whole_training_saving_takes_its_share_at_most(
     times_s: tuple[float, float], slower: float, busy_steps: int, epoch_steps: int, between_s: float
 ) -> None:
-    """Checkpoints at the ends of epochs, however short, included; beyond the share is the first, whose cost is new."""
+    """This includes saves at the ends of short epochs; only the first save, of unknown cost, may exceed the share."""
     cadence = Cadence(Interruptions(between_s, is_known=True))
     step_s, stall_s = times_s
     cost_s = stall_s + busy_steps * (slower - 1.0) * step_s

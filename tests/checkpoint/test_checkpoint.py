@@ -56,7 +56,7 @@ def latest_samples(store: Store) -> int:
 
 
 def forge(path: Path, payload: bytes) -> Path:
-    """A file whose checksum is right, around any payload."""
+    """Write a checkpoint file with a correct checksum around any payload."""
     header = checkpoint._HEADER.pack(
         checkpoint.MAGIC, checkpoint.VERSION, len(payload), hashlib.sha256(payload).digest()
     )
@@ -75,7 +75,7 @@ def torch_bytes(value: object) -> bytes:
 
 
 def equal(one: Any, two: Any) -> bool:
-    """Equal with types, NaN equal to itself, tensors bit for bit."""
+    """Compare values and types, with NaN equal to itself and tensors bit for bit."""
     if type(one) is not type(two):
         return False
     if isinstance(one, torch.Tensor):
@@ -232,7 +232,7 @@ def test_left_over_process_is_refused(store: Store, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_partner_keeps_its_file_however_many_come_after_it(store: Store) -> None:
-    """As a worker's own state, where rank 0 could not save what belongs to the later ones."""
+    """Such a file is a worker's own state; it must stay if rank 0 could not save its part of the later ones."""
     states = Store(store.folder / "worker", keep=3, partners=store.folder)
     save(states, 100)
     save(store, 100)
@@ -245,7 +245,7 @@ def test_a_start_after_a_damaged_newest_file_is_no_left_over(store: Store) -> No
     save(store, 100, restart=2)
     damaged = save(store, 200, restart=5)
     damaged.write_bytes(damaged.read_bytes()[:-3])
-    # of a job that was submitted anew, which counts its restarts from 0
+    # by a newly submitted job, which counts its restarts from 0
     loaded = store.load_latest()
     assert loaded is not None
     assert (loaded.samples_seen, loaded.restart_count) == (100, 5)
@@ -414,7 +414,7 @@ def test_a_damaged_file_that_was_saved_anew_counts_again(store: Store) -> None:
 
 
 class Hostile:
-    """Unpickled, it makes a folder."""
+    """An object that makes a folder when it is unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -442,7 +442,7 @@ def zipped(pickled: bytes) -> bytes:
 
 
 def load_or_refuse(payload: bytes) -> str:
-    """The refusal, or nothing if the payload is a loadable dict; anything else fails the test."""
+    """Return the error message, empty if the payload is a loadable dict; anything else fails the test."""
     try:
         assert isinstance(checkpoint._unpickle(Path("memory"), payload), dict)
     except CheckpointError as error:
@@ -508,7 +508,7 @@ def forked(action: Callable[[], object]) -> int:
     child = os.fork()
     if not child:
         try:
-            signal.alarm(60)  # whatever hangs dies
+            signal.alarm(60)  # ends the child if it hangs
             torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
             action()
             os._exit(0)
@@ -548,12 +548,12 @@ def test_a_failed_deletion_does_not_spoil_the_save(store: Store, monkeypatch: py
     assert len(store.paths()) == 2
 
 
-# the functions that touch the disk; a kill amid the many small writes is tested by time below
+# functions that touch the disk; kills between the many small writes are tested below, by time
 STAGES = {"save", "_prepare_folder", "_remove_temporaries", "_write", "whole_file", "_write_checkpoint", "_prune"}
 
 
 def killed_after(lines: int, action: Callable[[], object]) -> bool:
-    """Run `action` in a child that is killed after so many lines of `STAGES`; says whether it was."""
+    """Run `action` in a child that is killed after this many lines of `STAGES`; return whether it came so far."""
 
     def traced() -> None:
         left = lines
@@ -578,7 +578,7 @@ def killed_after(lines: int, action: Callable[[], object]) -> bool:
 
 @pytest.mark.processes
 def test_killed_at_any_line_of_a_save_the_old_or_the_new_one_loads(store: Store, tmp_path: Path) -> None:
-    """Every second line, from the first to the last."""
+    """Kill at every second line, from the first to the last."""
     for samples in (1, 2):
         save(store, samples)
     outcomes = []
@@ -608,7 +608,7 @@ def test_killed_at_random_times_during_large_saves(store: Store) -> None:
     seen = 1
     for delay_s in (0.0, 0.007, 0.013, 0.029):
         child = forked(functools.partial(save_from, seen + 1))
-        while store.paths()[-1].name <= checkpoint.file_name(0, seen):  # it has begun
+        while store.paths()[-1].name <= checkpoint.file_name(0, seen):  # until the child has saved once
             time.sleep(0.001)
         time.sleep(delay_s)
         os.kill(child, signal.SIGKILL)

@@ -38,7 +38,7 @@ QUOTA = 4_000_000
 
 @contextmanager
 def no_file_above(size: int) -> Iterator[None]:
-    """The kernel takes a write up to there, then refuses: what a full disk does, without root."""
+    """Let the kernel refuse writes beyond this file size, as a full disk does; needs no root."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -68,11 +68,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def small_quota(tmp_path: Path) -> Iterator[Path]:
-    """A folder whose quota is `QUOTA` bytes, on a disk with room: btrfs in a file, as its quotas bind root, too."""
+    """A folder with a quota of `QUOTA` bytes on a disk with room: btrfs in a file, since its quotas bind root, too."""
     disk, folder, image = tmp_path / "disk", tmp_path / "disk" / "limited", tmp_path / "image"
     disk.mkdir()
     with image.open("wb") as file:
-        file.truncate(120_000_000)  # it takes no less
+        file.truncate(120_000_000)  # mkfs.btrfs needs at least this size
     make = ["mkfs.btrfs", "--quiet", str(image)], ["mount", "-o", "loop", str(image), str(disk)]
     made = shutil.which("mkfs.btrfs") and all(
         subprocess.run(step, capture_output=True, check=False).returncode == 0 for step in make
@@ -128,7 +128,7 @@ def test_half_a_line_is_taken_back(tmp_path: Path, room: int) -> None:
 
 
 def test_half_a_line_stays_where_another_writer_went_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Taking it back would take the other's with it; it is skipped and counted like every torn line."""
+    """Truncating the file would remove the other writer's lines; the half line is skipped and counted as torn."""
     path = tmp_path / "events.jsonl"
     path.touch()
     real = os.write
@@ -257,10 +257,10 @@ def test_a_job_whose_log_breaks_off_on_a_full_disk_is_said_to_have_had_no_space(
 def test_a_command_on_a_full_disk_says_so_and_later_goes_on(
     small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At every byte: whatever the command had still room for, the same command goes on when there is more."""
+    """At every free byte count: however far the command came, the same command goes on once there is space."""
     (tmp_path / "s.toml").write_text(SWEEP_TOML.replace("/nowhere/cifar100", str(tmp_path)))
     (tmp_path / "c.toml").write_text(CLUSTER_TOML)
-    # there may be no Slurm here
+    # this machine may have no Slurm
     monkeypatch.setattr("tula_hpc.sweep.refuse_impossible", lambda *_: None)
     monkeypatch.setattr("tula_hpc.sweep.work", lambda sweep, until, detach=False, here=False: _use(sweep.run))
     arguments = [str(tmp_path / "s.toml"), "--cluster", str(tmp_path / "c.toml"), "--run-dir", str(small_disk / "run")]
@@ -332,7 +332,7 @@ def test_a_write_that_names_no_file_is_told_with_the_folder_that_is_full(
 
 
 def test_every_write_of_a_run_goes_through_one_of_these() -> None:
-    """Files are appended to or replaced; whoever writes otherwise has to see to a full disk."""
+    """Files are appended to or replaced; code that writes in another way must handle a full disk itself."""
     package = Path(records.__file__).parent.parent
     writers = {
         str(path.relative_to(package))
@@ -344,5 +344,5 @@ def test_every_write_of_a_run_goes_through_one_of_these() -> None:
         "data/image_tree.py",  # a lock
         "files.py",
         "process_memory.py",  # /proc/self/clear_refs
-        "tracking/follow.py",  # its log; what fails there ends the follower alone
+        "tracking/follow.py",  # its log; a failure there ends only the follower
     }

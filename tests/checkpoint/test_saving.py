@@ -23,7 +23,7 @@ from tula_hpc.errors import CheckpointError
 
 
 class Worker:
-    """One of several; what the others say is given."""
+    """A worker whose peers report the given value."""
 
     def __init__(self, others: float = 0.0) -> None:
         self.device, self.others = torch.device("cpu"), others
@@ -36,7 +36,7 @@ class Worker:
 
 
 class Training:
-    """A state that steps change in place, as an optimizer does."""
+    """A training whose steps change its state in place, as an optimizer does."""
 
     def __init__(self, folder: Path, restart: int = 0) -> None:
         self.store, self.restart, self.step = CheckpointStore(folder), restart, 0
@@ -59,7 +59,7 @@ class Training:
 
 
 def saved_step(folder: Path) -> int:
-    """Of the newest checkpoint, which is checked to be of one moment."""
+    """Return the step of the newest checkpoint; assert that all its parts are of that step."""
     loaded = CheckpointStore(folder).load_latest()
     assert loaded is not None
     step = loaded.state["step"]
@@ -75,7 +75,7 @@ def training(tmp_path: Path) -> Training:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Nothing is written before it is set."""
+    """An event before whose setting nothing is written."""
     real, opened = checkpoint._write_checkpoint, threading.Event()
 
     def wait_and_write(*arguments: Any) -> None:
@@ -236,7 +236,7 @@ def die(*_: Any) -> None:
 
 
 def die_in_the_middle(writer: checkpoint._HashingWriter, data: bytes) -> int:
-    """After half of the weights."""
+    """Write, and die after half of the weights."""
     writer.file.write(data)
     writer.length += len(data)
     writer.file.flush()
@@ -257,7 +257,7 @@ STAGES: dict[str, tuple[Any, str, Callable[..., Any], int]] = {
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_killed_at_any_stage_the_newest_whole_one_loads(tmp_path: Path, stage: str) -> None:
-    """The process trains on while its other thread is struck."""
+    """The process is killed from its writing thread, while it trains on."""
     owner, name, dying, expected = STAGES[stage]
     folder = tmp_path / "checkpoints"
 

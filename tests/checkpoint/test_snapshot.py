@@ -25,7 +25,7 @@ def training_state() -> dict[str, Any]:
 
 
 def spoil(state: dict[str, Any]) -> None:
-    """What the next step does, and worse."""
+    """Change the state as the next step does, and more than that."""
 
     def overwrite(tensor: Tensor) -> Tensor:
         return tensor.fill_(7)
@@ -36,7 +36,7 @@ def spoil(state: dict[str, Any]) -> None:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Bit for bit, memory format included."""
+    """Compare bit for bit, memory format included."""
     if isinstance(one, Tensor):
         return torch.equal(one, other) and one.stride() == other.stride() and one.dtype == other.dtype
     if isinstance(one, dict):
@@ -64,7 +64,7 @@ def test_what_is_shared_stays_shared_and_is_copied_once() -> None:
 
 
 class Later(Gpu):
-    """A device that copies only when it is waited for."""
+    """A device whose copies happen only when it is synchronized."""
 
     def __init__(self, room: bool) -> None:
         self.room, self.blocked = room, False
@@ -131,7 +131,7 @@ def test_on_a_gpu_the_snapshot_is_of_the_moment_too(room: bool, monkeypatch: pyt
         big.fill_(number)
         snapshot = snapshots.take({"big": big, "step": torch.tensor(number)})
         for _ in range(20):
-            big.add_(1)  # queued while the copy is on its way
+            big.add_(1)  # a step's change, queued while the copy is under way
         taken = snapshot.wait()
         assert taken["big"].eq(number).all()
         assert int(taken["step"]) == number

@@ -1,8 +1,8 @@
 """Every rank of a profile or a training asks for the same collectives, whatever happens on one of them.
 
-Where one rank asks for another collective than its peers, or for one more, they wait for each other until the job is
-killed. Clocks run at another pace on each rank (see `lockstep.Clock`): whatever a rank decides by its own time alone
-becomes a different number of collectives.
+If one rank calls another collective than its peers, or one more, they wait for each other until the job is killed.
+Clocks run at a different pace on each rank (see `lockstep.Clock`), so a decision that a rank takes by its own time
+leads to a different number of collectives.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PIXELS = 8 * 8
 
 
 def points(spec: WorkloadSpec) -> tuple[TensorDataset, TensorDataset, int]:
-    """So many samples that an epoch has `STEPS` steps and some samples are left over; few test samples."""
+    """Return data of `STEPS` steps per epoch with a remainder, and few test samples."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(spec.samples or 1, 1, 8, 8, generator=generator)
     labels = torch.arange(len(images)) % 3
@@ -60,18 +60,18 @@ def points(spec: WorkloadSpec) -> tuple[TensorDataset, TensorDataset, int]:
 
 
 def linear(classes: int, image_size: int) -> nn.Module:
-    """A weight and a bias: of a group's workers most hold no state of the optimizer where it is divided."""
+    """Return a model of a weight and a bias, so that with ZeRO most workers hold no optimizer state."""
     return nn.Sequential(nn.Flatten(), nn.Linear(image_size**2, classes))
 
 
 def normed(classes: int, image_size: int) -> nn.Module:
-    """With BatchNorm, whose statistics DDP hands round."""
+    """Return a model with BatchNorm, whose statistics DDP broadcasts."""
     hidden = nn.Linear(image_size**2, 8)
     return nn.Sequential(nn.Flatten(), hidden, nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, classes))
 
 
 class MeanOverWorkers(nn.Module):
-    """A collective in the forward pass, as SyncBatchNorm has one."""
+    """A layer with a collective in its forward pass, as SyncBatchNorm has."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         if not dist.is_initialized():
@@ -82,13 +82,13 @@ class MeanOverWorkers(nn.Module):
 
 
 def talking(classes: int, image_size: int) -> nn.Module:
-    """A model whose workers talk to each other in every forward pass."""
+    """Return a model whose workers call a collective in every forward pass."""
     return nn.Sequential(nn.Flatten(), MeanOverWorkers(), nn.Linear(image_size**2, classes))
 
 
 @dataclass(frozen=True)
 class Form:
-    """What is trained, and how."""
+    """Settings of a training that differ from the common ones."""
 
     training: dict[str, Any] = field(default_factory=dict)
     workload: dict[str, Any] = field(default_factory=dict)
@@ -145,8 +145,9 @@ FORMS = {
     "divided states, ags": Form({"method": "ags", **SMALL}, {"zero_stage": 1}),
     "study": Form({"method": "lbt"}, study={"evaluate_every": 2}),
 }
-# The number of workers decides what these ask for: averages, a share of the reference batch in passes, states of which
-# most workers hold none, evaluations of which many have no part. Others differ from "lbt" by rates or optimizers alone.
+# Forms whose collectives depend on the number of workers: model averages, shares of the reference batch, optimizer
+# states that most workers lack, evaluations without many of the workers. `BY_RATE` differs from "lbt" only in rates or
+# optimizers.
 OF_MANY = ("polo", "ags, passes by tensor", "divided states", "study")
 VARIED = ("lbt", "adascale", "static", "ags, norms for free")
 BY_RATE = ("lrs", "sqrt", "lars", "lamb")
@@ -156,8 +157,8 @@ CASES = [
     *((name, 1024) for name in OF_MANY),
     *(pytest.param(name, 1024, marks=pytest.mark.thorough) for name in VARIED),
 ]
-# A step that overflows ends in an own way where gradients are each worker's, summed, looked at by passes or on the way,
-# scaled or clipped afterwards, or in pieces. In other forms the same lines of code are behind it.
+# Forms with their own code for a step that overflows: gradients are each worker's, summed, observed by passes or during
+# the all-reduce, scaled or clipped afterwards, or in pieces. All other forms run the same code as one of these.
 OVERFLOWING = (
     "lbt",
     "polo",
@@ -168,14 +169,14 @@ OVERFLOWING = (
     "divided states",
     "divided states, ags",
 )
-# What a rank may ask for after it has failed: an average, a pass, a norm, a state, an evaluation.
+# Forms that cover every collective that a failed rank might miss: average, pass, norm, state and evaluation.
 FAILING = ("lbt", "polo", "ags, norms for free", "ags, passes by tensor", "divided states", "study")
-# A profile's steps up to its probes are those of a training, but for what watches the gradients.
+# Forms for profiles, whose steps before the probes are those of a training, except for the observer of gradients.
 PROFILED = ("lbt", "ags, passes by tensor", "divided states")
 
 
 def in_full(names: Iterable[str], few: Iterable[str]) -> list[Any]:
-    """All of these, those beside the few as variations of them."""
+    """Parametrize by all names; those not among the few are marked `thorough`."""
     return [pytest.param(name, marks=[] if name in few else pytest.mark.thorough) for name in names]
 
 
@@ -184,7 +185,7 @@ def place(world_size: int) -> Configuration:
 
 
 def prepared(folder: Path, world_size: int) -> Path:
-    """A run directory with a plan whose step time, 1 ms, a drift watch will not find."""
+    """Make a run directory with a plan whose step time of 1 ms is never met, so that the drift watch acts."""
     run = RunDirectory(folder).create()
     run.train().root.mkdir()
     chosen = with_step_time(candidate(place(world_size)), 1e-3)
@@ -193,7 +194,7 @@ def prepared(folder: Path, world_size: int) -> Path:
 
 
 def absent_states(real: Any, rank: Rank) -> Any:
-    """Of workers that are not run nothing is received: what they hold is the same for all that are."""
+    """Return a stand-in for `_receive` that gets no optimizer state from ranks that are not run."""
     run = {each.rank for each in ranks_of(rank.world_size)}
 
     def receive(parameters: Any, source: int, device: torch.device) -> Any:
@@ -208,7 +209,7 @@ def profile(sweep: SweepSpec, rank: Rank) -> str:
 
 
 def train(sweep: SweepSpec, root: Path, rank: Rank, stop: StopRequest | None = None) -> str:
-    """What the training returns, or the exit code of one that asks to be started again."""
+    """Return the training's result, or the exit code with which it asks to be started again."""
     stand_in(trainer, "join_job", lambda: rank.env)
     stand_in(sharded_optimizer, "_receive", absent_states(sharded_optimizer._receive, rank))
     job = TrainJob(sweep, CPU, place(rank.world_size), root)
@@ -217,7 +218,7 @@ def train(sweep: SweepSpec, root: Path, rank: Rank, stop: StopRequest | None = N
     except SystemExit as end:
         if not isinstance(end.code, int):
             raise
-        # the next training is another process on a cluster
+        # on a cluster the next training is a new process, without this group
         leave_group()
         return f"exit {end.code}"
 
@@ -235,16 +236,16 @@ def at_step(number: int, act: Any) -> None:
 
 
 def come_to_pass(work: Any, form: Form, world_size: int, folder: Path) -> Story:
-    """`work(rank, sweep, root)` on some ranks in step."""
+    """Run `work(rank, sweep, root)` on some ranks in step."""
     root, sweep = prepared(folder, world_size), form.sweep(world_size)
-    # read here once, not in every process that is forked
+    # cached here once, so that forked processes need not read the code
     own_code(tuple(sweep.workload.entry_points))
     return in_step(partial(work, sweep=sweep, root=root), world_size)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def with_layerwise_optimizers() -> None:
-    """Some forms have one: imported here, not in every process that is forked, nor where other tests run."""
+    """Import timm once for the forms that need it: not in each forked process, nor in workers of other tests."""
     import timm.optim  # noqa: F401
 
 
@@ -252,7 +253,7 @@ def with_layerwise_optimizers() -> None:
 
 
 def all_of_it(rank: Rank, sweep: SweepSpec, root: Path) -> list[str]:
-    """A profile; a training that rank 0 alone is asked to stop; and the rest of it."""
+    """Run a profile, a training in which only rank 0 is asked to stop, and the rest of that training."""
     done = [profile(sweep, rank)]
     stop = StopRequest()
     if rank.rank == 0:
@@ -277,14 +278,14 @@ def test_no_method_is_left_out() -> None:
 
 
 def test_a_collective_in_the_forward_pass(tmp_path: Path) -> None:
-    """As many passes on every rank, in probes too: they are timed by clocks that differ."""
+    """Every rank does as many passes as the others, in probes too, although their clocks differ."""
     form = Form({"method": "lbt"}, {"model": f"{HERE}talking"})
     story = come_to_pass(all_of_it, form, 16, tmp_path)
     assert story.results == [["ok", f"exit {LOCAL_REQUEUE_RETURN_CODE}", "finished"]] * 3
 
 
 def overflows(rank: Rank, sweep: SweepSpec, root: Path) -> str:
-    """Gradients of the second rank are not finite at two steps."""
+    """Train while the second rank's gradients are not finite at two steps."""
 
     def spoil(worker: Worker) -> None:
         for parameter in worker.parameters:
@@ -307,7 +308,7 @@ def overflows(rank: Rank, sweep: SweepSpec, root: Path) -> str:
 
 @pytest.mark.parametrize("name", in_full(FORMS, OVERFLOWING))
 def test_an_overflow_on_one_rank(name: str, tmp_path: Path) -> None:
-    # of "polo" workers step by themselves from the second epoch on
+    # with "polo", each worker steps by itself from the second epoch on
     epochs = EPOCHS if name == "polo" else 1
     form = replace(FORMS[name], workload=FORMS[name].workload | {"precision": "fp16", "epochs": epochs})
     story = come_to_pass(overflows, form, 16, tmp_path)
@@ -341,7 +342,7 @@ def out_of_memory_in_profile(rank: Rank, sweep: SweepSpec, root: Path) -> None:
     ],
 )
 def test_a_rank_without_memory_for_a_step_asks_for_nothing_more(work: Any, name: str, tmp_path: Path) -> None:
-    """Its peers wait in the next collective until it is gone."""
+    """The rank ends, and its peers wait in the next collective until then."""
     story = come_to_pass(work, FORMS[name], 16, tmp_path)
     first, second, last = (end.error for end in story.ends)
     assert "out of memory" in second
@@ -350,7 +351,7 @@ def test_a_rank_without_memory_for_a_step_asks_for_nothing_more(work: Any, name:
 
 
 def probes_without_memory(rank: Rank, sweep: SweepSpec, root: Path) -> list[str]:
-    """The second rank has none for a second gradient, a buffer to reduce, or an evaluation."""
+    """Probe while the second rank has no memory for a second gradient, a buffer to reduce, or an evaluation."""
     if rank.rank == 1:
         stand_in(worker_module, "local_gradient", no_memory)
         stand_in(drift_probe, "bare_all_reduce", no_memory)
@@ -398,7 +399,7 @@ def test_a_checkpoint_that_rank_0_cannot_save_ends_all_ranks(name: str, tmp_path
 
 
 def asks_once_more_where_time_flies(rank: Rank) -> None:
-    """What no rank may do: decide by its own clock."""
+    """Break the rule: call one more collective if this rank's own clock says so."""
     with process_group(CPU, rank.env):
         started = time.perf_counter()
         dist.all_reduce(torch.ones(3))
@@ -413,7 +414,7 @@ def test_one_collective_more_on_one_rank_is_found() -> None:
 
 
 def reduces(rank: Rank) -> tuple[list[float], float, list[float]]:
-    """A sum and a maximum over all, and what the last rank says."""
+    """Return a sum and a maximum over all ranks, and a broadcast from the last rank."""
     with process_group(CPU, rank.env):
         total, largest = torch.tensor([1.0, float(rank.rank)]), torch.tensor(float(rank.rank))
         dist.all_reduce(total)

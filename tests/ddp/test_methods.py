@@ -75,7 +75,7 @@ def with_gradients(model: nn.Module, factor: float = 1.0) -> None:
 
 
 def moves(spec: SweepSpec, factor: float = 1.0) -> dict[str, Tensor]:
-    """What the first step with a known gradient does to each parameter."""
+    """Return each parameter's change in the first step with a known gradient."""
     model = small_model()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = optimizer_for(spec, model)
@@ -87,7 +87,7 @@ def moves(spec: SweepSpec, factor: float = 1.0) -> dict[str, Tensor]:
 # all of them
 
 
-@pytest.mark.parametrize("method", ["lars", "lamb", "adascale"])  # those that tests/ddp/test_worker.py has not
+@pytest.mark.parametrize("method", ["lars", "lamb", "adascale"])  # methods that tests/ddp/test_worker.py does not cover
 def test_a_few_steps_learn(method: str) -> None:
     losses = train(new_worker(method, base_batch=16, small_batch=16), 12)
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
@@ -115,7 +115,7 @@ def test_adascales_gain_lies_between_one_and_the_ratio_of_batches() -> None:
 
 
 def test_no_switch_of_ags_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each option that is not the schedule's reaches the optimizer."""
+    """Every option that does not belong to the schedule reaches the optimizer."""
     others = AgsOptions(64, 4.0, 0.1, "tensor", 2.0, 0.9, 3.0, "none", "update", True, "linear", "pass", 0.5)
     monkeypatch.setattr(methods, "TulaOptimizer", lambda base, **given: given)
     plain = optimizer_for(sweep("ags", preset="paper"), small_model())
@@ -147,7 +147,7 @@ def test_norms_and_biases_are_all_but_the_weights() -> None:
 def test_layer_wise_rates_depend_on_the_weights_norm_not_on_the_gradients(
     method: str, plain: str, decay: float
 ) -> None:
-    """With decay the direction changes a little, the length of a move does not."""
+    """With weight decay, only the direction of a move changes a little, not its length."""
     spec = with_workload(sweep(method), weight_decay=decay, lr=0.5)
     weights = dict(small_model().named_parameters())
     trust = 0.001 if method == "lars" else 1.0
@@ -269,7 +269,7 @@ def test_a_clipped_step_is_no_longer_than_the_norm_allows(precision: str) -> Non
 
 @pytest.mark.parametrize("reference", ["pass", "free"])
 def test_clipping_leaves_the_factors_alone(reference: str) -> None:
-    """Small and large gradient are shortened alike."""
+    """Clipping shortens the small and the large gradient by the same factor."""
     options = {"granularity": "tensor", "small_batch": 16, "reference": reference, "gate": "none"}
     options |= {"update_interval_epochs": 0.001, "smoothing": 0.0}
     clipped = {}
@@ -304,13 +304,13 @@ def test_the_noise_is_that_of_the_gradient_before_clipping(reference: str) -> No
 
 
 def averager(model: nn.Module | None = None, synchronous: int = 0) -> EpochAverager:
-    group = cast("Any", object())  # nothing is exchanged here
+    group = cast("Any", object())  # no collective is called here
     return EpochAverager(model or small_model(), synchronous, group=group)
 
 
 @given(st.integers(1, 60), st.integers(0, 3), st.integers(0, 30))
 def test_an_epoch_has_four_averages_and_ends_with_one(steps: int, synchronous: int, rest: int) -> None:
-    """Whatever the number of steps, and with samples left over at its end."""
+    """This holds for any number of steps, and with samples left over at the epoch's end."""
     about, samples = averager(synchronous=synchronous), steps * 32 + rest
     for epoch in range(5):
         due = []
@@ -334,7 +334,7 @@ def test_frozen_parameters_are_not_averaged() -> None:
 
 
 def test_complex_parameters_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With another worker, which has 1 + 1j everywhere."""
+    """The other worker has 1 + 1j everywhere."""
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda _: 2)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda halves, group: halves.add_(0.5))
     model = nn.ParameterDict({"real": torch.tensor([5.0]), "complex": torch.tensor([3.0 - 7.0j])})
@@ -365,14 +365,14 @@ def test_an_overflow_of_ones_own_does_not_keep_a_worker_from_the_average(monkeyp
         scaler.step(optimizer)
         scaler.update()
         assert torch.equal(model.weight, before) == (factor == math.inf)
-        assert model.weight.grad is None  # its memory is the average's
+        assert model.weight.grad is None  # its memory is used for the average
     assert averaged == [2, 2]
 
 
 def test_a_restored_optimizer_still_takes_the_rate_that_is_set() -> None:
     model = nn.Linear(2, 2)
     optimizer = PostLocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), averager(model))
-    optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1).state_dict())  # a plain one's will do
+    optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1).state_dict())  # a plain state fits, too
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     before = model.weight.detach().clone()
@@ -409,11 +409,11 @@ def test_memory_that_a_method_needs_is_counted_where_it_needs_it() -> None:
     counts = Counts(20, 20, 20, (4, 8), step, step, step._replace(backward_bytes=300))
     for copies in (0, 1, 3):
         more = counts.with_step_copies(copies)
-        assert [more.peak(b) for b in (2, 8)] == [max(100, 60 + copies * 20), 300]  # activations make the larger
+        assert [more.peak(b) for b in (2, 8)] == [max(100, 60 + copies * 20), 300]  # 8: activations decide
         assert more.fixed == counts.fixed
     extra = {method: sweep(method, preset="paper") for method in get_args(Method)}
     assert {method for method, spec in extra.items() if spec.training.gradient_copies} == {"ags", "polo"}
-    assert sweep("ags").training.gradient_copies == 0  # no pass, but see `analysis.table` on a single worker
+    assert sweep("ags").training.gradient_copies == 0  # no extra pass; for a single worker see `analysis.table`
     assert {method for method, spec in extra.items() if spec.step_copies} == {"adascale"}
     assert sweep("ags", apply="update").step_copies == 1
 
@@ -430,7 +430,7 @@ def test_by_default_the_batch_that_gradients_are_held_against_follows_the_one_th
 def over_epochs(
     epochs: int, method: str = "ags", workload: str = "sgd", samples: int = 10**6, **training: object
 ) -> list[float]:
-    """The reference batch at B = 512 at the start, in the middle and at the end of a training."""
+    """Return the reference batch with B = 512 at the start, the middle and the end of a training."""
     spec = with_workload(sweep(method, COMPACT, **training), epochs=epochs, optimizer=workload)
     trained = Configuration(2, 1, 256)
     reference = methods.ReferenceBatch(spec, trained, samples)
@@ -442,7 +442,7 @@ def test_the_reference_batch_shrinks_over_a_training_of_few_updates() -> None:
     assert over_epochs(450, samples=600) == pytest.approx([64, 64 / (4 / 3) ** 1.5, 27])
     assert over_epochs(600, samples=600) == over_epochs(120, samples=5 * 512) == [64, 64, 64]
     assert over_epochs(90, samples=600) == over_epochs(60)  # what is short in both shrinks once
-    assert over_epochs(300, samples=100) == over_epochs(60)  # an epoch is a step at least
+    assert over_epochs(300, samples=100) == over_epochs(60)  # an epoch counts as at least one step
 
 
 def test_the_reference_batch_shrinks_over_a_training_of_few_epochs() -> None:
@@ -450,7 +450,7 @@ def test_the_reference_batch_shrinks_over_a_training_of_few_epochs() -> None:
     assert over_epochs(90) == pytest.approx([64, 64 / (4 / 3) ** 1.5, 27])
     assert over_epochs(120) == over_epochs(300) == [64, 64, 64]
     assert over_epochs(60, base_batch=256) == pytest.approx([128, 64, 32])
-    assert over_epochs(60, base_batch=1024) == pytest.approx([512, 512, 512])  # B is no large batch
+    assert over_epochs(60, base_batch=1024) == pytest.approx([512, 512, 512])  # B is smaller than the base batch
     assert over_epochs(300, small_batch_shrink=4.0) == pytest.approx([64, 32, 16])
     assert over_epochs(60, small_batch=4, small_batch_shrink=16.0) == pytest.approx([4, 1, 1])  # samples
     for constant in (

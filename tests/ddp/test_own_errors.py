@@ -28,7 +28,7 @@ RAISED: dict[str, Exception] = {}
 
 
 class Moody(nn.Module):
-    """A classifier that raises what a test wants, once it trains."""
+    """A classifier that raises the test's exception in training."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def spec_of(**workload: object) -> SweepSpec:
 
 
 def step(spec: SweepSpec, where: str, error: Exception) -> None:
-    """Let a worker's training step, or its evaluation, meet an exception."""
+    """Run a training step or an evaluation in which the user's code raises an exception."""
     RAISED.clear()
     worker = Worker(spec, ClusterSpec(), Configuration(1, 1, 8), ALONE)
     inputs, targets = next(worker.batches())

@@ -39,13 +39,13 @@ def job(tmp_path: Path) -> WorkerEnvironment:
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
-    """For what is closed at the end."""
+    """A stack of resources that are closed at the test's end."""
     with ExitStack() as stack:
         yield stack
 
 
 def begin(job: WorkerEnvironment, ranks: Iterable[int] | None = None, late: float = 0.0) -> list[Future[Store]]:
-    """Every worker in a thread; rank 0 comes late."""
+    """Start each worker in a thread; rank 0 begins `late` seconds later."""
 
     def come(rank: int) -> Store:
         time.sleep(late if rank == 0 else 0.0)
@@ -58,7 +58,7 @@ def begin(job: WorkerEnvironment, ranks: Iterable[int] | None = None, late: floa
 
 
 def met(job: WorkerEnvironment, late: float = 0.0) -> list[Store]:
-    """The stores of all workers, once they have met: it is one."""
+    """Let all workers meet; return their stores, checked to share their content."""
     stores = [worker.result(timeout=60) for worker in begin(job, late=late)]
     stores[-1].set("word", job.job_id)
     assert all(store.get("word") == job.job_id.encode() for store in stores)
@@ -66,12 +66,12 @@ def met(job: WorkerEnvironment, late: float = 0.0) -> list[Store]:
 
 
 def port_of(store: Store) -> int:
-    """Where the TCPStore below listens."""
+    """Return the port on which the TCPStore within this store listens."""
     return int(store.underlying_store.port)  # type: ignore[attr-defined] # of PrefixStore
 
 
 def addresses_of(port: int) -> list[str]:
-    """On which addresses somebody listens at a port, as the kernel writes them."""
+    """Return the addresses on which a process listens at a port, as the kernel writes them."""
     tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
     text = "".join(table.read_text() for table in tables if table.exists())
     lines = [line.split() for line in text.splitlines()]
@@ -80,11 +80,11 @@ def addresses_of(port: int) -> list[str]:
 
 
 def listen(stack: ExitStack, port: int, answer: Callable[[socket.socket], None] | None = None) -> None:
-    """A stranger on a port; without an answer it never even takes the connections that the kernel keeps for it."""
+    """Listen on a port as a foreign process; without `answer`, never accept the connections that the kernel queues."""
     server = stack.enter_context(socket.create_server((LOOPBACK, port)))
 
     def serve() -> None:
-        with suppress(OSError):  # closed
+        with suppress(OSError):  # the server was closed
             while answer is not None:
                 connection, _ = server.accept()
                 with connection:
@@ -130,7 +130,7 @@ def test_strangers_on_the_ports_are_passed_by(
     answer: Callable[[socket.socket], None] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One may say nothing, for ever."""
+    """One of them never answers."""
     monkeypatch.setattr(rendezvous, "HANDSHAKE_S", 0.2)
     for port in candidate_ports(job)[:3]:
         listen(stack, port, answer)
@@ -138,7 +138,7 @@ def test_strangers_on_the_ports_are_passed_by(
 
 
 def test_whoever_plays_rank_0_without_the_secret_gets_no_worker(job: WorkerEnvironment) -> None:
-    """It knows the protocol and all of the job but its secret, and opens its door on the job's first port."""
+    """The impostor knows the protocol and all of the job except its secret, and listens on the job's first port."""
     door = rendezvous._Door(job, secrets.token_bytes(32))
     assert door.socket.getsockname()[1] == candidate_ports(job)[0]
     with ThreadPoolExecutor() as pool:
@@ -151,13 +151,13 @@ def test_whoever_plays_rank_0_without_the_secret_gets_no_worker(job: WorkerEnvir
 def test_whoever_takes_a_rank_without_the_secret_gets_no_seat(
     job: WorkerEnvironment, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The job meets, and rank 0 says who was refused."""
+    """The job's workers meet, and rank 0 reports who was refused."""
     port = candidate_ports(job)[0]
     rank_0 = begin(job, ranks=[0])[0]
     time.sleep(0.2)
-    with pytest.raises(rendezvous._StrangerError):  # it hears that this rank 0 is not one of its own
+    with pytest.raises(rendezvous._StrangerError):  # it finds out that this rank 0 has another secret
         rendezvous._visit(job._replace(rank=1), secrets.token_bytes(32), port, time.monotonic() + 5)
-    with socket.create_connection((LOOPBACK, port), 5) as door:  # it does not care
+    with socket.create_connection((LOOPBACK, port), 5) as door:  # an impostor that goes on regardless
         door.sendall(bytes(32))
         assert len(rendezvous._receive(door, 64)) == 64
         door.sendall(bytes([0, 0, 0, 1]) + secrets.token_bytes(32))
@@ -168,7 +168,7 @@ def test_whoever_takes_a_rank_without_the_secret_gets_no_seat(
 
 
 def test_a_left_over_of_an_earlier_run_of_the_job_gets_no_seat(job: WorkerEnvironment) -> None:
-    """It knows the secret, and sits at the port on which the next run meets."""
+    """The old process knows the secret, and holds the port on which the next run meets."""
     port = str(candidate_ports(job)[0])
     old = job._replace(rank=1, master_port=port)
     new = job._replace(restart_count=1, master_port=port)
@@ -179,7 +179,7 @@ def test_a_left_over_of_an_earlier_run_of_the_job_gets_no_seat(job: WorkerEnviro
 
 
 def test_a_seat_is_given_once(job: WorkerEnvironment) -> None:
-    """Also to one who knows the secret."""
+    """A second process is refused a rank's place even with the secret."""
     rank_0, first = begin(job, ranks=[0, 1])
     time.sleep(0.3)
     with pytest.raises(MeetingError):
@@ -225,7 +225,7 @@ def test_strangers_who_hold_all_places_and_come_again_keep_nobody_out(
 
 
 def test_a_door_stays_open_where_one_connection_fails(job: WorkerEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the process has no descriptors left, or who came has gone."""
+    """A connection fails if the process has no file descriptors left, or if the peer has gone."""
     faults = [OSError(errno.EMFILE, "too many"), OSError(errno.ECONNABORTED, "gone")]
     real = socket.socket.accept
 
@@ -240,7 +240,7 @@ def test_a_door_stays_open_where_one_connection_fails(job: WorkerEnvironment, mo
 
 
 def test_the_store_of_a_local_job_takes_no_connection_from_elsewhere(job: WorkerEnvironment) -> None:
-    """It listens on the loopback alone, and there to the workers' address alone."""
+    """It listens only on the loopback interface, and there only on the workers' address."""
     stores = met(job)
     port = port_of(stores[0])
     assert addresses_of(port) == ["0100007F"]
@@ -279,7 +279,7 @@ def test_a_job_without_a_secret_says_so(job: WorkerEnvironment) -> None:
 
 
 def test_a_job_that_meets_again_has_another_store(job: WorkerEnvironment) -> None:
-    """A quick worker comes while rank 0 still keeps the last one."""
+    """A quick worker may connect while rank 0 still has the store of the run before."""
     first = met(job)
     second = met(job)
     second[0].set("word", "second")
@@ -354,7 +354,7 @@ def test_on_one_machine_nobody_waits_long_for_one_that_died(
 
 
 def test_a_job_knows_its_place_and_tells_users_models_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But of the port: what the job submits would inherit that."""
+    """The port is not in the environment, because processes that the job submits would inherit it."""
     place = {"JOB_ID": "12", "NTASKS": "4", "JOB_NUM_NODES": "1", "NODEID": "0", "GLOBALID": "3", "LOCALID": "3"}
     for key, value in place.items():
         monkeypatch.setenv(f"SUBMITIT_LOCAL_{key}", value)

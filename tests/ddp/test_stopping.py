@@ -29,7 +29,7 @@ class Peers:
 
 
 def asking(request: SaveRequest) -> Callable[[], SaveRequest]:
-    """A worker that always wants the same."""
+    """Make a worker that always asks for the same."""
     return lambda: request
 
 
@@ -65,7 +65,7 @@ def test_what_one_worker_asks_for_all_do() -> None:
 
 
 def test_a_stop_where_something_is_saved_next_is_obeyed_one_step_later(stop: StopRequest) -> None:
-    """Also where every agreement falls on the end of an epoch: epochs of 5 steps, agreements each 10."""
+    """This holds even if every agreement falls on an epoch's end: epochs of 5 steps, agreements every 10."""
     agreement = Agreement(Peers((Stop.NONE, 0.0, 0.1)), stop, asking(SaveRequest.NOTHING))
     for _ in range(15):
         assert not agreement.decide().stop

@@ -45,7 +45,7 @@ LOST = "[gloo/unbound_buffer.cc:78] Timed out waiting 180000ms for recv operatio
     [
         (LOST, True, PreemptedError),
         (LOST, False, RuntimeError),
-        ("Connection closed by peer [127.0.0.1]:919", True, RuntimeError),  # it was killed, and Slurm sends CONT then
+        ("Connection closed by peer [127.0.0.1]:919", True, RuntimeError),  # the peer was killed; Slurm then sends CONT
         ("mat1 and mat2 shapes cannot be multiplied", True, RuntimeError),
     ],
 )
@@ -63,7 +63,7 @@ PATIENCE_S = 1.2
 
 
 def suspended_while_it_waits(rank: int, folder: Path) -> None:
-    """Stop the first worker, which waits in a collective, for longer than its patience; the second never comes."""
+    """Stop the first worker in a collective for longer than its time limit; the second worker never joins it."""
     suspensions = Suspensions().install()
     meeting, patience = f"file://{folder / 'meeting'}", timedelta(seconds=PATIENCE_S)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2, timeout=patience)
@@ -93,7 +93,7 @@ def test_a_worker_that_was_stopped_in_a_collective_names_the_suspension(tmp_path
 
 @pytest.mark.processes
 def test_a_configuration_whose_job_was_suspended_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it: a mean of few rounds believes what a suspended one took."""
+    """All rounds are repeated, because in a mean of few rounds a suspended one counts too much."""
     run = StepProfile.run
     profiles: list[StepProfile] = []
     known: list[set[tuple[int, int]]] = []
@@ -109,9 +109,9 @@ def test_a_configuration_whose_job_was_suspended_is_measured_again(monkeypatch: 
     shared = SharedTimes()
     measured = measure(sweep(), ClusterSpec(), CONFIGURATION, ALONE, shared, job_began_at=1.0)
     assert len(profiles) == 2
-    assert known == [set(), set()]  # of the first nothing is kept
+    assert known == [set(), set()]  # nothing of the first measurement is kept
     assert measured.samples["step"] == [round(seconds, 7) for seconds in profiles[1].samples["step"]]
-    assert measured.start_s == 0.0  # nor can a start be had again
+    assert measured.start_s == 0.0  # and its start cannot be measured again
     assert shared.computed
 
 
@@ -119,7 +119,7 @@ def test_a_configuration_whose_job_was_suspended_is_measured_again(monkeypatch: 
 def test_a_job_that_is_suspended_every_time_is_measured_so_often_and_not_more(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As under gang scheduling, which stops jobs in turns."""
+    """This happens with gang scheduling, which suspends jobs in turns."""
     run = StepProfile.run
     profiles: list[StepProfile] = []
 

@@ -125,7 +125,7 @@ def test_the_scale_is_updated_at_its_interval_and_only_then() -> None:
 
 
 class Profiled(NamedTuple):
-    """A profile, and what was called in it, in order."""
+    """A profile, and the calls that it made, in order."""
 
     measurement: Measurement
     calls: list[str]
@@ -133,7 +133,7 @@ class Profiled(NamedTuple):
 
 @pytest.fixture(scope="module")
 def profiled() -> Profiled:
-    """With the processor's time as the clock, which other work does not prolong."""
+    """A profile timed with the processor's time, which other work on the machine does not prolong."""
     methods: dict[str, tuple[type, str]] = {
         "step": (Worker, "train_step"),
         "meter": (MemoryMeter, "start"),
@@ -147,7 +147,7 @@ def profiled() -> Profiled:
 
 
 def noted(monkeypatch: pytest.MonkeyPatch, methods: Mapping[str, tuple[type, str]]) -> list[str]:
-    """The calls of these methods from now on, in order, by the given words; they do what they did."""
+    """Record all calls of these methods under the given words, in order; the methods work as before."""
     happened: list[str] = []
 
     def note(word: str, owner: type, name: str) -> None:
@@ -197,7 +197,7 @@ def test_no_timed_step_pays_for_the_memory_that_metering_gave_back(profiled: Pro
 
 
 class Noisy(nn.Module):
-    """Draws random numbers in whatever mode it is in, and notes how it was called."""
+    """A model that draws random numbers in every mode, and records how it is called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ def test_timing_a_forward_pass_leaves_no_trace() -> None:
 def test_a_forward_pass_is_timed_at_a_batch_that_evaluation_takes(
     monkeypatch: pytest.MonkeyPatch, local_batch: int
 ) -> None:
-    """Smaller ones are repeated, and their time is the share of one: a pass at 0.1 s a call."""
+    """Passes of smaller batches are repeated and the time is divided by their number; here each call takes 0.1 s."""
     taken: list[tuple[int, int]] = []
     monkeypatch.setattr(Worker, "score", lambda _, *batch: taken.append((len(batch[0]), len(batch[1]))))
     monkeypatch.setattr("tula_hpc.profiling.probes.round_s", lambda _, step: step() or 0.1)
@@ -281,7 +281,7 @@ def test_a_profile_changes_no_weight() -> None:
 def test_timing_the_optimizer_lets_no_gradient_grow(
     monkeypatch: pytest.MonkeyPatch, training: dict[str, object]
 ) -> None:
-    """Each of the many steps would scale what the one before has scaled, beyond all numbers."""
+    """Otherwise each timed step would scale the gradients that the one before has scaled, without bound."""
     spec = sweep(model=PERCEPTRON, lr=0.1)
     fields = {"small_batch": 4, "exponent": 4.0, "smoothing": 0.0, "s_min": 30.0, **training}
     spec = spec.model_copy(update={"training": TrainingSpec.model_validate(fields)})
@@ -311,7 +311,7 @@ def test_timed_steps_have_factors_however_late_gradients_no_longer_overflow(
     factors: list[list[Tensor | None]] = []
 
     def unscale_after_overflow(optimizer: Optimizer) -> None:
-        # the loss scale tells how many steps have overflowed
+        # the loss scale shows how many steps have overflowed
         if worker.scaler.get_scale() > 2.0 ** (16 - overflows):
             for parameter in worker.parameters:
                 parameter.grad = torch.full_like(parameter, math.inf)
@@ -331,7 +331,7 @@ def test_timed_steps_have_factors_however_late_gradients_no_longer_overflow(
 
 @pytest.mark.parametrize("samples", [4, 32])
 def test_a_gradient_of_fewer_samples_has_the_loss_scale_of_each_in_a_step(samples: int) -> None:
-    """The scale is as large as float16 allows in a step, and a mean over fewer has larger gradients of each."""
+    """The scale is as large as float16 allows in a step; in a mean over fewer samples, each gradient is larger."""
     worker = Worker(sweep(model=PERCEPTRON, precision="fp16"), ClusterSpec(), CONFIGURATION, ALONE)
     seen: list[Tensor] = []
     worker.model.register_forward_hook(lambda *call: call[-1].register_hook(seen.append) and None)
@@ -348,7 +348,7 @@ def test_a_gradient_of_fewer_samples_has_the_loss_scale_of_each_in_a_step(sample
 
 @pytest.mark.parametrize("method", ["ags", "adascale"])
 def test_a_lone_worker_with_batchnorm_is_measured_with_the_passes_that_it_takes(method: str) -> None:
-    """Though norms are wanted for free; without BatchNorm there is nothing to time."""
+    """This holds although norms are free otherwise; without BatchNorm there is no such pass to time."""
     training = {"method": method, "base_batch": 16}
     spec = SweepSpec.model_validate(sweep(model=WITH_BATCHNORM).model_dump() | {"training": training})
     worker = Worker(spec, ClusterSpec(), CONFIGURATION, ALONE)
@@ -367,7 +367,7 @@ def test_a_lone_worker_with_batchnorm_is_measured_with_the_passes_that_it_takes(
 
 
 def noted_gradients(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Norms of the large gradients that factors are estimated from."""
+    """Record the norms of the large gradients from which factors are estimated."""
     norms: list[float] = []
     update = TulaOptimizer.update_gradscale
 
@@ -460,7 +460,7 @@ def test_the_workers_of_the_first_nodes_are_counted_anew(on_slurm: bool, by_node
         assert (place is None) == (node == 2)
         places += [place] if place else []
     assert sorted(place.rank for place in places) == [0, 1, 2, 3]
-    assert places[0].rank == 0  # it decides, and writes
+    assert places[0].rank == 0  # rank 0 decides and writes
     assert all(place.world_size == 4 and place.hosts == ("a", "b") for place in places)
     if on_slurm:
         assert all(place.rank // 2 == place.node_rank for place in places)
@@ -558,7 +558,7 @@ def test_a_gpu_without_kernels_is_named(
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_gpu_without_kernels_is_named_before_workers_meet(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
-    """No store and no peers are there: whoever looked for them would fail in other words."""
+    """There is no store and no peer: a search for them would fail with another message."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: workers)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (7, 0))
@@ -573,7 +573,7 @@ def test_a_gpu_without_kernels_is_named_before_workers_meet(monkeypatch: pytest.
 
 
 def test_while_profiling_peers_are_waited_for_minutes_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a job that has a few minutes, on all of its nodes."""
+    """A profile's job lasts only a few minutes, and a lost peer occupies all of its nodes."""
     timeouts: list[timedelta] = []
 
     def note(*_: object, timeout: timedelta, **__: object) -> None:
@@ -624,7 +624,7 @@ def test_the_workload_chooses_kernels(tries: bool, tf32: bool) -> None:
 
 
 class FakeAllocator:
-    """Counts as torch's allocator does, on a device that it is told of."""
+    """A stand-in for the counters of torch's allocator on a GPU."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, total: int, free: int, reserved: int) -> None:
         self.retries = self.ooms = 7
@@ -672,7 +672,7 @@ def test_of_all_workers_the_device_with_least_memory_counts(monkeypatch: pytest.
 
 
 def skip_where_refused(precision: object) -> None:
-    """These tests run on a V100 too, which bf16 is refused on."""
+    """Skip a precision that the GPU does not support: a V100 refuses bf16."""
     try:
         check_precision(torch.device("cuda", 0), str(precision))
     except InputError as refusal:

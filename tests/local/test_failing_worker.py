@@ -1,4 +1,4 @@
-"""A worker of a job on this machine that fails ends at once, and takes the others with it after a while."""
+"""If a worker of a local job fails, it ends at once, and the job's other workers are ended after a while."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tula_hpc.stages.context import describe_failures
 
 
 def fails_with_a_peer_that_waits(exit_code: int) -> Callable[[], None]:
-    """A job of which rank 1 ends with an error, or by a signal, while rank 0 waits for it as it would over nccl."""
+    """Make a job whose rank 1 fails, by an error or a signal, while rank 0 waits for it as over nccl."""
 
     def job() -> None:
         if os.environ["SUBMITIT_LOCAL_GLOBALID"] == "0":
             time.sleep(300)
         elif exit_code < 0:
-            # as before anything handles it
+            # drop the signal's handler, as early in a process
             with contextlib.suppress(OSError):
                 signal.signal(-exit_code, signal.SIG_DFL)
             os.kill(os.getpid(), -exit_code)
@@ -55,7 +55,7 @@ def test_a_worker_that_fails_ends_its_job(tmp_path: Path) -> None:
 
 
 def asks_to_run_again(count: int) -> Callable[[], None]:
-    """A job whose process asks to be started again, as at each time limit, until it was so often."""
+    """Make a job whose process asks `count` times to be started again, as at a time limit."""
 
     def job() -> None:
         starts = Path(os.environ["SUBMITIT_FOLDER"], "starts")
@@ -68,14 +68,14 @@ def asks_to_run_again(count: int) -> Callable[[], None]:
 
 
 def test_a_job_is_started_again_as_often_as_it_asks_for(tmp_path: Path) -> None:
-    """It bounds that itself, by `training.max_requeues`."""
+    """The launcher sets no limit: a training bounds its requeues itself, by `training.max_requeues`."""
     local = launcher(tmp_path)
     (ended,) = local.wait(local.submit([asks_to_run_again(8)], stage="train", nodes=1, minutes=4))
     assert "completed successfully" in ended.log_tail
 
 
 def exits_without_a_word() -> Callable[[], None]:
-    """A job whose process ends with an error that nothing is logged of."""
+    """Make a job whose process fails without a line in its log."""
 
     def job() -> None:
         os._exit(3)
@@ -84,7 +84,7 @@ def exits_without_a_word() -> Callable[[], None]:
 
 
 def kill_all_but_the_shell(job: Submitted) -> None:
-    """Once its worker runs: the job's controller and its worker."""
+    """Kill the job's controller and worker, once the worker runs."""
     deadline = time.monotonic() + 60
     while not any("Loading pickle" in path.read_text() for path in job.log_files()):
         assert time.monotonic() < deadline, "the job did not begin"
@@ -96,7 +96,7 @@ def kill_all_but_the_shell(job: Submitted) -> None:
 
 
 def joins_and_sleeps() -> Callable[[], None]:
-    """A job whose worker knows its place, as those that profile and train do."""
+    """Make a job whose workers join their job, as those that profile and train do."""
 
     def job() -> None:
         join_job()
@@ -121,7 +121,7 @@ def test_workers_end_with_their_controller(tmp_path: Path) -> None:
     os.kill(controller, signal.SIGKILL)
     (end,) = local.wait([job])
     assert end.failure is Failure.KILLED
-    # the kernel kills them in its own time
+    # the kernel kills the workers a moment later
     while processes_of(job):
         assert time.monotonic() < deadline, "a worker goes on without its controller"
         time.sleep(0.05)
@@ -129,7 +129,8 @@ def test_workers_end_with_their_controller(tmp_path: Path) -> None:
 
 def test_a_job_that_is_killed_as_a_whole_is_told_from_one_that_ends_by_itself(tmp_path: Path) -> None:
     local = launcher(tmp_path)
-    tasks = (sleeper(), sleeper(), exits_without_a_word())  # each in a folder of its own, by which it is killed
+    # submitted one by one, so that each job has its own folder, by which its processes are found
+    tasks = (sleeper(), sleeper(), exits_without_a_word())
     jobs = [job for task in tasks for job in local.submit([task], stage="train", nodes=1, minutes=4)]
     kill_all_but_the_shell(jobs[0])
     kill_all_but_the_shell(jobs[1])

@@ -1,4 +1,4 @@
-"""A real profile and a real training whose disk becomes full: each ends with a clear error, and with space goes on."""
+"""A profile and a training whose disk becomes full: each ends with a clear error, and goes on once there is space."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tula_hpc.stages.context import Sweep
 from tula_hpc.stages.profile import profile_stage
 from tula_hpc.stages.train import train_stage
 
-SPACE = 32_000_000  # bytes
-LEFT = 80_000  # too little for a checkpoint, enough for the log
+SPACE = 32_000_000  # size of the disk in bytes
+LEFT = 80_000  # free bytes: too few for a checkpoint, enough for the log
 EPOCHS = 20
 SPEC = SweepSpec.model_validate(
     {
@@ -61,7 +61,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path, left: int) -> Path:
-    """Take the space up to so many bytes, or to the last one; deleting the file gives it back."""
+    """Fill the disk with a file except for `left` bytes; deleting the file frees the space."""
     ballast = disk / "ballast"
     with ballast.open("wb", buffering=0) as file:
         size = max(0, os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize - left)
@@ -82,7 +82,7 @@ def train(run: RunDirectory) -> TrainResult:
 
 
 def refused_when_full(work: Callable[[], object], begun: Callable[[], object], disk: Path, left: int) -> str:
-    """What the work says when its disk becomes full, but for some bytes, as soon as it has begun."""
+    """Return the error of `work` if the disk is filled, except for `left` bytes, as soon as `begun` holds."""
 
     def fill_then() -> None:
         while not begun():
@@ -109,7 +109,7 @@ def test_a_training_that_runs_out_of_space_ends_and_later_goes_on(disk: Path) ->
     assert not loaded.rejected
 
     fill(disk, 0)
-    fill(disk / "run", 0)  # what the first job still gave back
+    fill(disk / "run", 0)  # space that the first job has freed at its end
     with pytest.raises(StorageError, match="No space left on device; make space"):  # not even a job can be written
         train(run)
     for ballast in (disk / "ballast", disk / "run" / "ballast"):
@@ -123,7 +123,7 @@ def test_a_training_that_runs_out_of_space_ends_and_later_goes_on(disk: Path) ->
 STEPS = 150
 PROFILED = SPEC.model_copy(
     update={
-        # its record is a line of 40 kB and more
+        # this model makes the record of a measurement a line of 40 kB and more
         "workload": SPEC.workload.model_copy(update={"model": "tests.examples.wordy:build"}),
         "search": SPEC.search.model_copy(
             update={
@@ -138,7 +138,7 @@ PROFILED = SPEC.model_copy(
         ),
     }
 )
-LEFT_TO_SAY_SO = 24_000  # bytes: too little for that line, enough for the log, if not for a second attempt
+LEFT_TO_SAY_SO = 24_000  # free bytes: too few for that line, enough for the log of one attempt
 
 
 def profile(run: RunDirectory) -> None:

@@ -1,4 +1,4 @@
-"""As a user sees it: what this machine can know is refused here, and what only a job can find ends it there, once."""
+"""Mistakes as a user sees them: the command refuses what it can find itself; the rest ends in one job, once."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ method = "lbt"
 
 @pytest.fixture(autouse=True)
 def no_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that has been changed within a second would be taken for the one before."""
+    """Turn bytecode off: Python would take a file that was changed within a second for the old one."""
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
 
@@ -122,7 +122,7 @@ def test_what_is_trained_is_what_was_measured(tmp_path: Path) -> None:
     before, now = (193 * width + (width + 1) * 4 for width in (16, 32))
     assert (refused.returncode, jobs(tmp_path, "train")) == (2, 0)
     assert f"the model has {now:,} parameters now, {before:,} before; changed since then: mine.py" in refused.stderr
-    # where this machine does not look, the job does
+    # the job finds what the command does not check
     failed = sweep(tmp_path, doubled, "--set", "search.estimate=false")
     assert (failed.returncode, jobs(tmp_path, "train")) == (1, 1)
     assert (

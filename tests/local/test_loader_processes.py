@@ -1,4 +1,4 @@
-"""Loader processes outlive the signals that tell a job to stop, and nothing else that ends their owner."""
+"""Loader processes ignore the signals that ask a job to stop, but always end with their owner."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if __name__ == "__main__":
 
 
 def owner(folder: Path, name: str, outcome: str) -> subprocess.Popen[str]:
-    """A program with a loader process; the program's file is what that process imports the items from."""
+    """Start a program with a loader process, which imports its data set from the program's file."""
     path = folder / f"{name}.py"
     path.write_text(OWNER.format(outcome=outcome))
     settings = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -39,7 +39,7 @@ def owner(folder: Path, name: str, outcome: str) -> subprocess.Popen[str]:
 
 
 def test_loader_processes_end_with_their_owner_however_it_ends(tmp_path: Path) -> None:
-    """Signals that tell a job to stop leave them alone; an owner that is killed, or fails, leaves none behind."""
+    """They survive signals that ask a job to stop; an owner that fails or is killed leaves none behind."""
     killed, failed = owner(tmp_path, "killed", "index"), owner(tmp_path, "failed", "1 / 0")
     assert killed.stdout is not None
     loader_process = int(killed.stdout.readline())

@@ -1,4 +1,7 @@
-"""The workers' own norms with real workers over gloo: right, and DDP does not notice. As a program: the workers."""
+"""Each worker's gradient norms with real workers over gloo: they are right, and DDP's results stay the same.
+
+Run as a program, this file is the workers.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ from tula_hpc.optim import TulaOptimizer
 from tula_hpc.optim.observer import StepObserver
 from tula_hpc.records import Configuration
 
-WORKERS = 3  # not a power of two: an average by another operation would differ in the last bit
+WORKERS = 3  # not a power of two, so that an average computed in another way differs in the last bit
 BATCH, STEPS, STEPS_OF_WORKER = 6, 4, 10
 OBSERVED = ("lbt", "lars", "static")
 loss = nn.CrossEntropyLoss()
@@ -57,11 +60,11 @@ def plain() -> nn.Module:
 
 
 class Case(NamedTuple):
-    """A model, how DDP is set, and how it is trained."""
+    """A model, the options of DDP, and how gradients are taken."""
 
     model: Callable[[], nn.Module] = plain
     options: dict[str, Any] = {}  # noqa: RUF012 # never changed
-    passes: int = 1  # accumulated into one gradient
+    passes: int = 1  # passes accumulated into one gradient
     set_to_none: bool = True
 
 
@@ -79,7 +82,7 @@ CASES = {
 
 
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """A worker's batch; on the first worker alone the second branch is taken."""
+    """Return a worker's batch, with which only rank 0 takes the second branch of `Branches`."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     inputs = torch.randn(BATCH, 4, generator=generator)
     inputs[0, 0] = 1.0 if rank == 0 else -1.0
@@ -99,7 +102,7 @@ def new_ddp(case: Case) -> DistributedDataParallel:
 
 
 def train(case: Case, rank: int, *, hook: bool) -> dict[str, Any]:
-    """Gradients of some steps; with the hook, also the norms, and what they should be."""
+    """Train some steps; return the gradients and, with the hook, the norms and their expected values."""
     ddp = new_ddp(case)
     seen: dict[str, list[Any]] = {"gradients": [], "squares": [], "expected": [], "averaged": []}
     parameters = list(ddp.parameters())
@@ -123,7 +126,7 @@ def train(case: Case, rank: int, *, hook: bool) -> dict[str, Any]:
 
 
 def expected_squares(ddp: DistributedDataParallel, step: int, rank: int, passes: int) -> Tensor:
-    """Mean over the workers, by another way; NaN where no worker used a parameter."""
+    """Compute the mean of the workers' squared norms without DDP; NaN for a parameter that no worker used."""
     parameters = list(ddp.parameters())
     totals = [torch.zeros_like(p) for p in parameters]
     used = torch.zeros(len(parameters), dtype=torch.float64)
@@ -144,7 +147,7 @@ def infinite(gradient: Tensor) -> Tensor:
 
 
 def scaled_and_overflown(rank: int) -> dict[str, Tensor]:
-    """Squares of the first step: as they are, of a scaled loss, and with an infinite bias gradient on one worker."""
+    """Return squared norms of the first step: plain, with a scaled loss, with one worker's bias gradient infinite."""
     seen = {}
     for name, scale in (("plain", 1.0), ("scaled", 1024.0), ("overflown", 1.0)):
         ddp = new_ddp(Case())
@@ -159,7 +162,7 @@ def scaled_and_overflown(rank: int) -> dict[str, Tensor]:
 
 
 def frozen_and_foreign(rank: int) -> Tensor:
-    """A frozen parameter in the list, one of the model's that is not, and another order."""
+    """Take norms for a list that has a frozen parameter, lacks one of the model's, and has another order."""
     torch.manual_seed(5)
     model = plain()
     parameters = list(model.parameters())
@@ -171,7 +174,7 @@ def frozen_and_foreign(rank: int) -> Tensor:
 
 
 def only_sparse() -> list[Tensor]:
-    """Of a model that has no other gradients."""
+    """Return the norms of a model that has only sparse gradients."""
     ddp = DistributedDataParallel(nn.Embedding(4, 3, sparse=True))
     norms = LocalNorms(list(ddp.parameters()), BATCH).attach(ddp)
     torch.autograd.backward(ddp(torch.tensor([1, 2])).sum())
@@ -179,7 +182,7 @@ def only_sparse() -> list[Tensor]:
 
 
 def uneven(rank: int, *, hook: bool) -> dict[str, list[Tensor]]:
-    """Trained under `Join`, each worker with one batch more than the one before: weights, and what is told of norms."""
+    """Train under `Join`, where rank r has 1 + r batches; return the weights and the norms."""
     ddp = new_ddp(Case())
     norms, told = LocalNorms(list(ddp.parameters()), BATCH), []
     if hook:
@@ -195,7 +198,7 @@ def uneven(rank: int, *, hook: bool) -> dict[str, list[Tensor]]:
 
 
 def of_another_model(rank: int) -> list[str]:
-    """What is said to norms of two models, and to a gradient of a parameter that DDP leaves alone."""
+    """Return the errors for a second model, and for the gradient of a parameter that DDP ignores."""
     ddp = new_ddp(Case())
     norms = LocalNorms(list(ddp.parameters()), BATCH).attach(ddp)
     twice = refused(lambda: norms.attach(new_ddp(Case())))
@@ -208,7 +211,7 @@ def of_another_model(rank: int) -> list[str]:
 
 
 def shared_buffers(rank: int) -> list[Tensor]:
-    """A worker's buffers, of which one is a view with gaps, once they are all the first worker's."""
+    """Return a worker's buffers, one of them a view with gaps, after all have been set to the first worker's."""
     model = nn.Module()
     model.register_buffer("whole", torch.full((4,), float(rank)))
     model.register_buffer("view", torch.full((8,), float(rank))[::2])
@@ -218,7 +221,7 @@ def shared_buffers(rank: int) -> list[Tensor]:
 
 
 def exchanged(rank: int) -> list[int]:
-    """Numbers that are sent behind the gradients, which alone are float64, at each of some steps."""
+    """Return how many numbers each step sends in addition to gradients; only they are float64."""
     ddp, sizes, all_reduce = new_ddp(Case()), [], dist.all_reduce
 
     def counted(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
@@ -235,7 +238,7 @@ def exchanged(rank: int) -> list[int]:
 
 
 def misuse(rank: int) -> list[str]:
-    """What is said when there is nothing to read."""
+    """Return the errors for reading norms when there are none."""
     ddp, said = new_ddp(Case()), []
     norms = LocalNorms(list(ddp.parameters()), BATCH).attach(ddp)
     for _ in range(2):
@@ -249,7 +252,7 @@ def misuse(rank: int) -> list[str]:
 
 
 def while_waiting(rank: int) -> list[Tensor]:
-    """The gradients as they are when norms of the averages are taken: DDP copies the averages to them in the end."""
+    """Return the gradients at the time when norms of the averages are taken; DDP copies the averages to them later."""
     ddp = new_ddp(Case())
     seen: list[Tensor] = []
     norms = LocalNorms(list(ddp.parameters()), BATCH).attach(ddp)
@@ -277,13 +280,13 @@ def refused(read: Callable[[], object]) -> str:
 
 
 def train_worker(rank: int, method: str, *, told: bool = True) -> dict[str, Any]:
-    """A whole worker of a job: the optimizer is told norms at every step, those of the whole batch's only if `told`."""
+    """Train a whole worker; it passes the norms of the whole batch to the optimizer only if `told`."""
     workload = {"model": "tests.examples.own_workload:perceptron", "dataset": "digits", "loader_workers": 0, "lr": 0.05}
     training = {"method": method, "small_batch": 5, "granularity": "tensor", "reference": "free", "clip_norm": 1.0}
     spec = SweepSpec.model_validate({"name": "x", "workload": workload, "training": training})
     env = WorkerEnvironment(rank, WORKERS, 0, rank, "1", 0, ("here",), on_slurm=False)
     worker = Worker(spec, ClusterSpec(), Configuration(WORKERS, 1, 16), env)
-    worker.forward_backward(*next(worker.batches()))  # thrown away, as the trainer does before it restores
+    worker.forward_backward(*next(worker.batches()))  # discarded, as the trainer does before it restores
     with ExitStack() as stack:
         taken = stack.enter_context(mock.patch("tula_hpc.optim.optimizer.foreach_norms", wraps=foreach_norms))
         if not told:
@@ -303,7 +306,7 @@ def train_worker(rank: int, method: str, *, told: bool = True) -> dict[str, Any]
 
 
 def train_observed(rank: int, method: str, *, observe: bool) -> dict[str, Any]:
-    """A worker whose gradients nobody adapts to: as it trains, and what is seen of them."""
+    """Train a worker whose method does not adapt to gradients; return its results and what the observer saw."""
     workload = {"model": "tests.examples.own_workload:perceptron", "dataset": "digits", "loader_workers": 0, "lr": 0.05}
     training = {"method": method, "observe_gradients": observe, "clip_norm": 1.0}
     spec = SweepSpec.model_validate({"name": "x", "workload": workload, "training": training})
@@ -322,7 +325,7 @@ def train_observed(rank: int, method: str, *, observe: bool) -> dict[str, Any]:
 
 
 def work(rank: int, folder: Path) -> None:
-    """One worker: every case with and without the hook."""
+    """Run one worker: every case with and without the hook."""
     torch.set_num_threads(1)
     rendezvous = f"file://{folder / 'rendezvous'}"
     dist.init_process_group(
@@ -352,7 +355,7 @@ def work(rank: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each worker saw."""
+    """Return what each worker recorded."""
     folder = tmp_path_factory.mktemp("workers")
     run_workers(__file__, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORKERS)]
@@ -396,7 +399,7 @@ def test_buffers_are_the_first_workers_whatever_their_strides(ranks: list[dict[s
 
 @pytest.mark.parametrize("name", CASES)
 def test_squares_are_the_mean_of_the_workers_own_norms(ranks: list[dict[str, Any]], name: str) -> None:
-    """At every step: DDP regroups its buckets after the first."""
+    """This holds at every step, although DDP regroups its buckets after the first."""
     tolerance = 2e-3 if name == "mixed types" else 1e-5
     for seen in ranks:
         for squares, expected in zip(seen[name]["with"]["squares"], seen[name]["with"]["expected"], strict=True):
@@ -416,7 +419,7 @@ def test_norms_of_the_averages_are_those_of_the_gradients(ranks: list[dict[str, 
 
 
 def test_norms_of_the_averages_are_taken_before_ddp_waits_for_them_all(ranks: list[dict[str, Any]]) -> None:
-    """Each worker's gradients are still its own; their mean is what DDP then gives."""
+    """At that time each worker still has its own gradients; DDP's later result is their mean."""
     own = zip(*(seen["while waiting"] for seen in ranks), strict=True)
     averaged = ranks[0]["plain"]["without"]["gradients"][0]
     for gradients, average in zip(own, averaged, strict=True):
@@ -455,7 +458,7 @@ def test_sparse_gradients_have_no_norms(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_one_number_a_parameter_is_sent_at_every_step(ranks: list[dict[str, Any]]) -> None:
-    """And one for those that have none."""
+    """Parameters without a gradient send a number, too."""
     assert ranks[0]["exchanged"] == [6 + 1] * STEPS
 
 
@@ -478,7 +481,7 @@ def test_a_worker_trains_with_it_and_takes_no_pass(ranks: list[dict[str, Any]], 
 
 @pytest.mark.parametrize("method", ["ags", "adascale"])
 def test_norms_that_came_with_the_all_reduce_are_not_taken_again(ranks: list[dict[str, Any]], method: str) -> None:
-    """And all comes out as with norms that the optimizer takes itself; the gradient is clipped meanwhile."""
+    """The results equal those with norms that the optimizer computes itself, with gradients clipped in between."""
     told, untold = ranks[0]["worker"][method], ranks[0]["untold"][method]
     assert (told["taken"], untold["taken"]) == (0, STEPS_OF_WORKER)
     for name in ("weights", "losses", "statistics", "noise"):

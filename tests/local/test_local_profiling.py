@@ -31,7 +31,7 @@ def profiled(root: Path, cluster: ClusterSpec, workload: dict[str, object], **se
 
 
 def submitted(run: RunDirectory) -> list[int]:
-    """Nodes of each job."""
+    """Return the number of nodes of each submitted job."""
     return [event.data["nodes"] for event in run.events() if event.event == "submitted"]
 
 
@@ -47,7 +47,7 @@ def forked() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def nested(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """1 and 2 nodes with two workers each, in one allocation of two nodes."""
+    """Profile 1 and 2 nodes with two workers each, in one allocation of two nodes."""
     cluster = ClusterSpec(workers_per_node=2)
     sizes = {"cluster_sizes": [1, 2], "nest": True, "max_batch": 128, "min_batch": 64}
     return profiled(tmp_path_factory.mktemp("nest"), cluster, dict(WORKLOAD), **sizes)
@@ -91,12 +91,12 @@ def test_a_job_says_what_it_does_before_it_does_it(nested: RunDirectory) -> None
     assert [note.note for note in notes] == ["began", "ready", *["measuring"] * 4, "ended"]
     assert [note.time for note in notes] == sorted(note.time for note in notes)
     assert [note.configuration for note in notes[2:-1]] == [m.configuration for m in nested.measurements().records]
-    assert notes[0].submitted_at <= notes[0].began_at + 1  # /proc counts in hundredths of a second
+    assert notes[0].submitted_at <= notes[0].began_at + 1  # a process's start in /proc is in hundredths of a second
     assert notes[0].began_at <= notes[0].time
 
 
 def test_a_worker_that_is_killed_is_found_out(tmp_path: Path) -> None:
-    """Without a word, as the kernel kills: the note says what it was about to measure, and the rest is measured."""
+    """The worker leaves no error, as if killed by the kernel: the job's note names what it was about to measure."""
     cluster = ClusterSpec(setup=(f"export VICTIM={tmp_path / 'victim'}",))
     mortal = {**WORKLOAD, "model": "tests.examples.mortal:build"}
     run = profiled(tmp_path, cluster, mortal, cluster_sizes=[2])

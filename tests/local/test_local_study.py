@@ -69,7 +69,7 @@ class Killed:
         return Counter(str(event.data["label"]) for event in self.run.events() if event.event == "submitted")
 
     def _kill_in_the_middle(self) -> list[StudyCell]:
-        """Returns the cells that were in the middle of training then."""
+        """Kill command and jobs; return the cells whose training was interrupted."""
         process = start_command(main, self.arguments, ROOT)
         deadline = time.monotonic() + DEADLINE_S
         while not (any(map(self._is_done, self.cells)) and any(map(self._is_in_the_middle, self.cells))):
@@ -79,7 +79,7 @@ class Killed:
         process.kill()
         process.wait()
         for event in self.run.events():
-            # a job's lock goes with its end
+            # a job's lock file is deleted at its end
             if event.event == "submitted" and any(self.run.root.rglob(f"{event.job_id}.lock")):
                 kill_with_children(int(event.job_id))
         return [cell for cell in self.cells if self._is_in_the_middle(cell)]
@@ -93,7 +93,7 @@ class Killed:
 
 
 def kill_with_children(pid: int) -> None:
-    """A local job: submitit's shell, its controller, and the worker."""
+    """Kill all processes of a local job: submitit's shell, its controller and the worker."""
     for process in (pid, *descendants(pid)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
@@ -183,11 +183,11 @@ def test_a_cell_that_fails_does_not_stop_the_others_and_the_command_says_so(tmp_
     assert rates.rates == {"sgd": 0.1}
     assert len(rates.trials) == 2
     failed = [event for event in run.events() if event.event == "failed"]
-    assert len(failed) == 1  # what is wrong is not tried again
+    assert len(failed) == 1  # a failure that would repeat is not tried again
 
 
 def delete_the_first_training(run: RunDirectory) -> str:
-    """As soon as its job is submitted; returns its label."""
+    """Delete the first training's folder as soon as its job is submitted; return its label."""
     deadline = time.monotonic() + DEADLINE_S
     while not (submitted := [event for event in run.events() if event.event == "submitted"]):
         assert time.monotonic() < deadline, "nothing was submitted"

@@ -36,11 +36,11 @@ from tula_hpc.training.loop import run_training
 
 WORKERS, BATCH, STEPS = 2, 16, 3
 STEPS_PER_EPOCH, EPOCHS = 8, 3  # the first epoch is synchronous; then models are averaged after every second step
-STOPPED_AFTER = STEPS_PER_EPOCH + 1  # models differ
+STOPPED_AFTER = STEPS_PER_EPOCH + 1  # at a local step, when the workers' models differ
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 OPTIMIZERS = {"lbt": "sgd", "lars": "sgd", "lamb": "adamw"}
-COMPACT = "tula_hpc.workloads.small_cnns:compact_cnn"  # with BatchNorm
-PERCEPTRON = "tests.examples.own_workload:perceptron"  # without, so that workers do not matter
+COMPACT = "tula_hpc.workloads.small_cnns:compact_cnn"  # a model with BatchNorm
+PERCEPTRON = "tests.examples.own_workload:perceptron"  # without BatchNorm, so two workers can equal one
 
 
 def sweep(method: str, model: str = COMPACT, zero_stage: int = 0) -> SweepSpec:
@@ -53,7 +53,7 @@ def sweep(method: str, model: str = COMPACT, zero_stage: int = 0) -> SweepSpec:
         "optimizer": OPTIMIZERS.get(method, "sgd"),
         "zero_stage": zero_stage,
     }
-    training = {"method": method, "checkpoint_minutes": 5.0}  # and after every epoch, whatever that costs
+    training = {"method": method, "checkpoint_minutes": 5.0}  # saves come only at the ends of epochs
     return SweepSpec.model_validate({"name": "x", "workload": workload, "training": training})
 
 
@@ -77,10 +77,10 @@ def trained(worker: Worker) -> Worker:
 
 def work(rank: int, folder: Path) -> None:
     env = WorkerEnvironment(rank, WORKERS, 0, rank, "1", 0, ("here",), on_slurm=False, submission=str(folder))
-    pytest.MonkeyPatch().setattr(trainer, "join_job", lambda: env)  # this process ends soon: never put back
+    pytest.MonkeyPatch().setattr(trainer, "join_job", lambda: env)  # never undone, because this process ends soon
     assert train(folder / "whole") == "finished"
     train(folder / "stopped", stop_after=STOPPED_AFTER)
-    leave_group()  # the trainer has left it to the end of the process
+    leave_group()  # the trainer leaves the group to the end of the process
     if rank == 0:
         shutil.copytree(folder / "stopped", folder / "as it stopped")
     assert train(folder / "stopped") == "finished"
@@ -105,13 +105,13 @@ def train(root: Path, stop_after: int = 0) -> str:
 
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(SystemExit):
         patch.setattr(Worker, "train_step", counted)
-        patch.setattr(stopping, "FIRST_CHECKS", EPOCHS * STEPS_PER_EPOCH)  # a stop is noticed at every step
+        patch.setattr(stopping, "FIRST_CHECKS", EPOCHS * STEPS_PER_EPOCH)  # check for a stop at every step
         return run_training(TrainJob(sweep("polo"), ClusterSpec(), Configuration(WORKERS, 1, BATCH), root), stop)
     return "stopped"
 
 
 def local_steps(env: WorkerEnvironment) -> dict[str, Tensor]:
-    """A synchronous step, a local one, and one that ends with an average: gradients, weights, running means."""
+    """Return gradients, weights and running means of a synchronous step, a local one, and one with an average."""
     worker = new_worker(sweep("polo"), env)
     seen = {}
     spans = {"synchronous": (0.875, 1.0), "local": (1.0, 1.125), "averaged": (1.125, 1.25)}
@@ -120,7 +120,7 @@ def local_steps(env: WorkerEnvironment) -> dict[str, Tensor]:
         worker.train_step(*batch)
         seen[f"{name} weights"] = weights(worker)
         seen[f"{name} means"] = torch.cat([b.flatten() for n, b in worker.model.named_buffers() if "mean" in n])
-        if name != "averaged":  # where the gradient is dropped before the average
+        if name != "averaged":  # there, the gradient is dropped before the average
             seen[f"{name} gradient"] = torch.cat([p.grad.flatten() for p in worker.parameters if p.grad is not None])
     return seen
 
@@ -133,7 +133,7 @@ def methods(env: WorkerEnvironment) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where both workers have trained; see `work`."""
+    """The folder in which both workers have trained; see `work`."""
     folder = tmp_path_factory.mktemp("methods")
     for name in ("whole", "stopped", "stopped at an epoch's end"):
         RunDirectory(folder / name).create().train().root.mkdir()
@@ -144,7 +144,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
-    """What each worker saw."""
+    """Return what each worker recorded."""
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORKERS)]
 
 
@@ -202,7 +202,7 @@ def test_a_run_that_stopped_between_two_averages_goes_on_bit_for_bit(folder: Pat
 
 
 def test_gradients_are_told_of_though_nothing_scales_them(folder: Path) -> None:
-    """While they are of the whole batch: then each worker steps by its own."""
+    """Only in the synchronous epoch, where they are gradients of the whole batch; later each worker uses its own."""
     whole, resumed = (read_metrics(RunDirectory(folder / name).train().metrics_file) for name in ("whole", "stopped"))
     again = {row.step: row for row in resumed.steps}
     assert whole.steps[-1].step == EPOCHS * STEPS_PER_EPOCH
@@ -216,7 +216,7 @@ def test_gradients_are_told_of_though_nothing_scales_them(folder: Path) -> None:
 
 
 def test_a_run_that_stopped_after_an_epochs_last_step_still_saves_every_workers_state(folder: Path) -> None:
-    """It ends the epoch without a step of its own, and saves then."""
+    """The next start ends the epoch without taking a step, and saves then."""
     whole, resumed = (checkpoints(folder, name) for name in ("whole", "stopped at an epoch's end"))
     for part in ("", "worker-0001"):
         ended = [CheckpointStore.load(CheckpointStore(kept / part).paths()[-2]) for kept in (whole, resumed)]
@@ -225,7 +225,7 @@ def test_a_run_that_stopped_after_an_epochs_last_step_still_saves_every_workers_
 
 
 def test_every_worker_saves_its_own_state_and_evaluates_one_model(folder: Path) -> None:
-    """At an epoch's end there is one model, and each worker's own momenta."""
+    """At an epoch's end all workers have the same model, but each has its own momenta."""
     for name, one_model in (("as it stopped", False), ("whole", True)):
         mine, others = (latest(checkpoints(folder, name) / part).state for part in ("", "worker-0001"))
         assert mine["workers"] == WORKERS

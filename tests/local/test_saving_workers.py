@@ -1,4 +1,4 @@
-"""Real trainings that save in the background: killed while writing, a disk that is full, two workers.
+"""Real trainings that save in the background: killed while writing, with a full disk, with two workers.
 
 Run as a program, this file is the trainings: each is a process, or two, forked before torch starts any thread.
 """
@@ -45,14 +45,14 @@ SWEEP = SweepSpec.model_validate(
             "epochs": EPOCHS,
             "loader_workers": 0,
         },
-        "training": {"method": "lbt", "checkpoint_minutes": 1e-6},  # as often as one is over
+        "training": {"method": "lbt", "checkpoint_minutes": 1e-6},  # each save follows the one before at once
     }
 )
-WRITES = 3  # the write that is struck; it is begun in the second epoch at the latest
+WRITES = 3  # number of the write that fails or is killed; it begins in the second epoch at the latest
 
 
 def work(rank: int, folder: Path) -> None:
-    """The first process starts the trainings of one worker one after another, then two workers train."""
+    """Let the first process start the trainings with one worker, one after another; then two workers train."""
     if rank == 0:
         for name in ("with the file begun", "after the rename"):
             assert ended(partial(train, folder / name, strike=STRIKES[name])) == -signal.SIGKILL
@@ -65,7 +65,7 @@ def work(rank: int, folder: Path) -> None:
         train(folder / "full disk", rank=rank, workers=2, strike=full_disk if rank == 0 else None)
     except CheckpointError as error:
         (folder / f"{rank}.txt").write_text(str(error))
-    # a job's process ends there
+    # a job's process would end here
     torch.distributed.destroy_process_group()
     if rank == 1:
         see_an_old_list()
@@ -76,7 +76,7 @@ def work(rank: int, folder: Path) -> None:
 
 
 def ended(action: Callable[[], object]) -> int:
-    """The exit code of a process that does this; negative: the signal that killed it."""
+    """Run an action in a forked process; return its exit code, or the negative number of the signal that killed it."""
     child = os.fork()
     if not child:
         signal.alarm(60)
@@ -94,7 +94,7 @@ def train(
     env = WorkerEnvironment(rank, workers, 0, rank, "1", 0, ("here",), on_slurm=False, submission=str(root.parent))
     patch = pytest.MonkeyPatch()
     patch.setattr(trainer, "join_job", lambda: env)
-    patch.setattr(stopping, "FIRST_CHECKS", 1000)  # look at every step
+    patch.setattr(stopping, "FIRST_CHECKS", 1000)  # check for a stop at every step
     patch.setattr(checkpoint, "_write_checkpoint", slowed(checkpoint._write_checkpoint, strike))
     written: list[bool] = []
     if note:
@@ -105,7 +105,7 @@ def train(
 
 
 def note_what_was_on_disk(root: Path) -> None:
-    """When the job said that it had saved, and when the newest checkpoint was written."""
+    """Write down when the job reported its save, and when the newest checkpoint was written."""
     run = RunDirectory(root)
     said = next(event.time for event in run.events() if event.event == "preempted")
     written = CheckpointStore(run.train().checkpoints).paths()[-1].stat().st_mtime
@@ -113,7 +113,7 @@ def note_what_was_on_disk(root: Path) -> None:
 
 
 def slowed(write: Callable[..., None], strike: Callable[[], None] | None) -> Callable[..., None]:
-    """Every write takes some steps' time; one of them meets its fate."""
+    """Slow every write down to the time of some steps; call `strike` in the write of number `WRITES`."""
     count = 0
 
     def slow(file: Any, state: dict[str, Any]) -> None:
@@ -144,7 +144,7 @@ def full_disk() -> None:
 
 
 def see_an_old_list() -> None:
-    """As a node does that has listed the folder a moment before, over NFS."""
+    """Hide the newest checkpoints, like a node whose NFS client still has an old list of the folder."""
     paths = CheckpointStore.paths
     pytest.MonkeyPatch().setattr(CheckpointStore, "paths", lambda self: paths(self)[:-1])
 
@@ -153,10 +153,10 @@ STRIKES: dict[str, Callable[[], None]] = {"with the file begun": die, "after the
 
 
 def check_what_is_written(patch: pytest.MonkeyPatch, written: list[bool]) -> None:
-    """Note of every checkpoint whether it is the state of its step, when it is written some steps later."""
+    """Record for every checkpoint whether it has the state of its own step, though it is written some steps later."""
     begin, save, step = BackgroundWriter.begin, CheckpointStore.save, Worker.train_step
     then: list[Tensor] = []
-    steps: list[int] = [0, 0]  # in all, and when the save was begun
+    steps: list[int] = [0, 0]  # steps taken so far, and steps at the begin of the save
 
     def stepping(self: Worker, *batch: Tensor) -> Tensor:
         steps[0] += 1
@@ -179,14 +179,14 @@ def check_what_is_written(patch: pytest.MonkeyPatch, written: list[bool]) -> Non
 
 
 def bits(state: dict[str, Any]) -> Tensor:
-    """All weights, statistics and momenta."""
+    """Return all weights, statistics and momenta as one vector."""
     momenta = [s["momentum_buffer"] for s in state["optimizer"]["state"].values()]
     return torch.cat([value.double().flatten() for value in [*state["model"].values(), *momenta]])
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all have trained; see `work`."""
+    """The folder in which all have trained; see `work`."""
     folder = tmp_path_factory.mktemp("saving")
     for name in (*STRIKES, "whole", "stopped", "full disk"):
         RunDirectory(folder / name).create().train().root.mkdir()
@@ -255,7 +255,7 @@ def test_workers_that_see_different_checkpoints_end_so_that_another_job_is_tried
 
 
 def import_what_a_step_needs() -> None:
-    """Once, not in every process."""
+    """Import the modules of a step once, so that forked processes need not."""
     parameter = torch.zeros(1, requires_grad=True)
     parameter.grad = torch.zeros(1)
     torch.optim.SGD([parameter]).step()

@@ -52,7 +52,7 @@ def weights(worker: Worker) -> Tensor:
 
 
 def restored(worker: Worker, store: CheckpointStore) -> Worker:
-    """As the trainer restores: one pass is thrown away first, after which DDP has its final buckets."""
+    """Restore as the trainer does: after one discarded pass, which gives DDP its final buckets."""
     worker.forward_backward(*next(worker.batches()))
     worker.optimizer.zero_grad(set_to_none=True)
     loaded = store.load_latest()
@@ -75,7 +75,7 @@ def train(worker: Worker, done: int, store: CheckpointStore | None = None) -> Wo
 
 
 def work(rank: int, folder: Path) -> None:
-    """One worker: with and without ZeRO, and again from the checkpoint in the middle."""
+    """Run one worker: train with and without ZeRO, and again from the checkpoint in the middle."""
     env = WorkerEnvironment(rank, WORKERS, 0, rank, "1", 0, ("here",), on_slurm=False)
     seen: dict[str, Any] = {}
     with process_group(ClusterSpec(), env, FileStore(str(folder / "store"), WORKERS)):
@@ -93,7 +93,7 @@ def trained(name: str, store: CheckpointStore, rank: int) -> dict[str, Any]:
 
 
 class Hostile:
-    """Runs code of a stranger's when it is unpickled."""
+    """An object that runs foreign code when it is unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -103,12 +103,12 @@ class Hostile:
 
 
 def consolidated_with_a_hostile_peer(rank: int, folder: Path) -> str:
-    """Rank 1 sends what torch's own way of bringing states together would unpickle; what rank 0 says of it."""
+    """Let rank 1 send a pickle, which torch's own consolidation of states would load; return rank 0's error."""
     optimizer = train(new_worker("sgd", 1, rank), 0).optimizer
     base = optimizer.base if isinstance(optimizer, TulaOptimizer) else optimizer
     assert isinstance(base, ZeroRedundancyOptimizer)
     if rank == 1:
-        # what a stranger would do
+        # the hostile object in place of this rank's state
         base.optim.state_dict = lambda: Hostile(folder)
         ZeroRedundancyOptimizer.consolidate_state_dict(base)
         return ""
@@ -130,7 +130,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
-    """What each worker saw."""
+    """Return what each worker recorded."""
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORKERS)]
 
 
@@ -162,7 +162,7 @@ def test_a_resumed_training_equals_the_uninterrupted_one(ranks: list[dict[str, A
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_single_worker_goes_on_from_the_same_checkpoint(folder: Path, name: str) -> None:
-    """Its optimizer is the plain one: the checkpoint holds the whole state, whoever saved it."""
+    """A single worker has the plain optimizer; every checkpoint holds the whole state, with or without ZeRO."""
     alone = restored(new_worker(name, 1, rank=0, world=1), CheckpointStore(folder / name))
     before = weights(alone)
     assert _state_elements(alone) > 0

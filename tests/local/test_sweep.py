@@ -1,4 +1,4 @@
-"""The whole road on this machine: submitit's local executor, real DDP processes, real images."""
+"""A whole sweep on this machine: submitit's local executor, real DDP processes, real images."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tula_hpc.stages.train import train_stage
 from tula_hpc.sweep import main
 
 ROOT = Path(__file__).resolve().parents[2]
-UNEVEN = 179  # of a test set of 359, two workers have 180 and 179 samples: two batches, and one
+UNEVEN = 179  # local batch: of 359 test samples, two workers have 180 and 179, so two batches and one
 SLOW_TO_EVALUATE = {
     "model": "tests.examples.slow:build_slow_to_evaluate",
     "dataset": "digits",
@@ -74,7 +74,7 @@ def arguments_in(folder: Path) -> list[str]:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     folder = tmp_path_factory.mktemp("local")
     command = [sys.executable, "-m", "tula_hpc.sweep", *arguments_in(folder)]
-    # a user whose shell lets everybody write to new files
+    # the umask of a user whose new files are writable for everybody
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=550, umask=0)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "Chosen configuration" in done.stdout
@@ -93,7 +93,7 @@ def test_all_configurations_are_measured_and_said_to_be_emulated(finished: RunDi
 
 
 def test_nobody_else_may_write_to_a_run_whatever_the_umask(finished: RunDirectory) -> None:
-    """Once its owner shares the folder, its pickles, logs and checkpoints must still be his."""
+    """Even if the owner shares the folder, only the owner may change its pickles, logs and checkpoints."""
     made = [path for path in (finished.root, *finished.root.rglob("*")) if not path.is_symlink()]
     assert any(path.suffix == ".pkl" for path in made)
     assert [path for path in made if path.stat().st_mode & 0o022] == []
@@ -125,7 +125,7 @@ def test_metrics_tell_of_every_epoch_and_of_the_scale(finished: RunDirectory) ->
 
 def test_the_end_says_what_was_decided_what_it_cost_and_where_the_report_is(finished: RunDirectory) -> None:
     said = (finished.root.parent / "said").read_text().splitlines()
-    # on a busy machine a training is off its plan, which then stands among the four
+    # on a busy machine a training may depart from its plan, which adds a line among the last ones
     decided, cost, model, report = [line for line in said if not line.startswith("off the plan")][-4:]
     assert re.fullmatch(
         r"decided: \d nodes? and a batch of \d+ samples; trained 2 epochs in .* % test accuracy", decided
@@ -148,13 +148,13 @@ def test_a_tracker_has_every_line_of_the_training(finished: RunDirectory) -> Non
 
 
 def test_running_again_does_nothing_twice(finished: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is anything told twice."""
+    """No notification is sent twice either."""
     monkeypatch.setattr("tula_hpc.analysis.figures.all.FIGURES", {})
     before = finished.events_file.read_text()
     again = run_command(main, [*arguments_in(finished.root.parent), "--json"], ROOT)
     assert again.returncode == 0, again.stderr
     assert finished.events_file.read_text() == before
-    # a program has the object of `tula status --json` alone, and the lines are beside it
+    # stdout has only the object of `tula status --json`, for programs; the lines for people go to stderr
     told = json.loads(again.stdout)
     assert (told["state"], told["name"], told["report"]) == ("finished", "small", True)
     assert told["plan"]["nodes"] == finished.read_plan().chosen.nodes
@@ -171,7 +171,7 @@ def forked() -> Iterator[None]:
 
 @pytest.mark.usefixtures("forked")
 def test_a_stopped_training_is_started_again_and_ends_the_same(finished: RunDirectory, tmp_path: Path) -> None:
-    """Signals to all of the running job's processes: it saves at a step boundary, and is started again."""
+    """Signals reach all of the running job's processes: it saves at the end of a step, and is started again."""
     longer = ["workload.epochs=2", "workload.samples=1024", "training.log_interval_steps=1"]
     chosen = finished.read_plan().chosen
     results = []
@@ -201,7 +201,7 @@ def test_a_stopped_training_is_started_again_and_ends_the_same(finished: RunDire
 
 
 def stop_when(run: RunDirectory, step: int, shell: int) -> None:
-    """Once training is that far, send USR2 to all that the workers started, and TERM to the job's controller too."""
+    """Once training has reached the step, send USR2 to the workers and their children, TERM to the controller."""
     deadline = time.monotonic() + 60
     while not (steps := read_metrics(run.train().metrics_file).steps) or steps[-1].step < step:
         assert time.monotonic() < deadline, "training did not get that far"
@@ -209,7 +209,7 @@ def stop_when(run: RunDirectory, step: int, shell: int) -> None:
     controllers = children_of(shell)
     workers = [worker for controller in controllers for worker in children_of(controller)]
     helpers = [helper for worker in workers for helper in descendants(worker)]
-    assert len(helpers) >= 2 * 3  # each worker's loader, the server that it comes from, and the tracker
+    assert len(helpers) >= 2 * 3  # for each worker: a loader process, its fork server and the resource tracker
     for process in helpers:
         os.kill(process, signal.SIGUSR2)
     for process in (*helpers, *controllers):
@@ -218,7 +218,7 @@ def stop_when(run: RunDirectory, step: int, shell: int) -> None:
 
 @pytest.mark.usefixtures("forked")
 def test_a_stop_in_mid_evaluation_loses_nothing(tmp_path: Path) -> None:
-    """Two workers, of which the first has a batch more to evaluate; USR2 reaches the second alone."""
+    """Of two workers, the first evaluates one more batch; USR2 reaches only the second."""
     workload = {**SLOW_TO_EVALUATE, "samples": 3 * 2 * UNEVEN, "epochs": 2}
     training = {"method": "lbt", "log_interval_steps": 1}
     spec = SweepSpec.model_validate({"name": "x", "workload": workload, "training": training})
@@ -263,14 +263,14 @@ def test_out_of_memory_is_a_record_and_the_plan_stays_below_it(tmp_path: Path) -
         '[workload]\nmodel = "tests.examples.hungry:build"\ndataset = "digits"\nloader_workers = 0\n'
         '[search]\ncluster_sizes = [1]\nmin_batch = 64\nmax_batch = 128\nmode = "full"\nestimate = false\n'
         "warmup_steps = 1\nmin_steps = 5\nmax_steps = 5\n"
-        '[training]\nmethod = "lbt"\n'  # scaling takes the batch in two halves, which needs less
+        '[training]\nmethod = "lbt"\n'  # scaling would take the batch in two halves, which needs less memory
     )
     cluster = tmp_path / "limited.toml"
     cluster.write_text('name = "limited"\nsetup = ["ulimit -v 6000000"]\n')
     options = ["--cluster", str(cluster), "--until", "plan", "--run-dir", str(tmp_path / "run")]
     assert main([str(path), *options]) == 0
     records = RunDirectory(tmp_path / "run").measurements().records
-    assert len({m.configuration for m in records}) == len(records)  # what was measured before is not lost
+    assert len({m.configuration for m in records}) == len(records)  # earlier measurements are not lost
     failed = [m for m in records if m.status == "oom"]
     assert failed
     assert all(m.failure is Failure.HOST_OOM for m in failed)
@@ -280,7 +280,7 @@ def test_out_of_memory_is_a_record_and_the_plan_stays_below_it(tmp_path: Path) -
 
 @pytest.mark.thorough
 def test_out_of_memory_in_training_falls_back_and_keeps_the_samples_seen(tmp_path: Path) -> None:
-    """The third epoch runs out of memory; the next smaller batch goes on from the last checkpoint."""
+    """The third epoch runs out of memory; training goes on from the last checkpoint with the next smaller batch."""
     run = RunDirectory(tmp_path / "run").create()
     # torch's libraries alone map 5.2 GB; 64 samples a step take 0.5 GB more, 512 take 4 GB
     cluster = ClusterSpec(setup=("ulimit -v 7000000",))
@@ -292,4 +292,4 @@ def test_out_of_memory_in_training_falls_back_and_keeps_the_samples_seen(tmp_pat
     assert events == ["submitted", "oom", "fell_back", "submitted", "resumed", "finished"]
     resumed = next(event for event in run.events() if event.event == "resumed")
     assert resumed.data["samples_seen"] > 0
-    assert result.samples_seen == 3 * 1024  # every sample once an epoch, whatever the batch
+    assert result.samples_seen == 3 * 1024  # each sample once per epoch, whatever the batch

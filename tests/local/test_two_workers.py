@@ -1,4 +1,4 @@
-"""Watch and probes with two workers over gloo: they stay together."""
+"""The drift watch and its probes with two workers over gloo: both workers do the same collectives."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def sweep(drift: bool = True, model: str = "tests.examples.own_workload:perceptr
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where both workers have trained and probed, though a port was taken; see `work`."""
+    """The folder of two workers that trained and probed although another process held a port; see `work`."""
     folder = tmp_path_factory.mktemp("two")
     for name in RUNS:
         run = RunDirectory(folder / name).create()
@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         chosen = with_step_time(known, 1e-5)
         write_plan(run, plan([chosen] * 4, chosen=chosen))
     taken = candidate_ports(environment(0, folder))[0]
-    with socket.create_server((LOOPBACK, taken)):  # by a stranger, who never says a word
+    with socket.create_server((LOOPBACK, taken)):  # another process, which never answers
         give_secret(folder)
         start_workers(WORKERS, work, folder)
     return folder
@@ -80,7 +80,7 @@ def drift_events(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def test_one_event_names_the_part_and_the_slowest_host(folder: Path) -> None:
-    """The second worker computes slowly while it is probed."""
+    """The second worker computes slowly during the probe."""
     (data,) = drift_events(folder, "watched")
     assert data["ratio"] > 10
     assert data["parts"]["measured"]["allreduce_time_s"] > 0
@@ -107,7 +107,7 @@ def test_workers_find_the_same_noise_scale_and_the_slowest_of_them(folder: Path)
 
 
 def test_a_model_that_exchanges_in_its_forward_pass_is_profiled_and_probed(folder: Path) -> None:
-    """One worker is much slower: by its own time each would take another number of passes, and both would hang."""
+    """If each worker chose its number of passes by its own time, the numbers would differ, and both would hang."""
     first, second = (json.loads((folder / f"{rank}.json").read_text())["exchanging"] for rank in range(WORKERS))
     assert first["passes"] == second["passes"]
     assert first["round_steps"] == second["round_steps"]
@@ -116,7 +116,7 @@ def test_a_model_that_exchanges_in_its_forward_pass_is_profiled_and_probed(folde
 
 
 def work(rank: int, folder: Path) -> None:
-    """One worker. Only rank 0 sees the run directory as it is: what it finds there must hold for both."""
+    """Run one worker. Only rank 0 sees the current run directory, so both must follow what rank 0 finds."""
     env = environment(rank, folder)
     stand_in(trainer, "join_job", lambda: env)
     if rank == 1:
@@ -130,14 +130,14 @@ def work(rank: int, folder: Path) -> None:
         job = TrainJob(sweep(drift=name == "watched"), ClusterSpec(), CONFIGURATION, root)
         assert run_training(job, StopRequest()) == "finished"
     with process_group(ClusterSpec(), env):
-        seen = probe(env)  # in a function of its own: its DDP has to go before the process group does
+        seen = probe(env)  # in its own function, so that its DDP is freed before the process group
         gc.collect()
         seen["exchanging"] = exchange(env)
     (folder / f"{rank}.json").write_text(json.dumps(seen))
 
 
 def probe(env: WorkerEnvironment) -> dict[str, Any]:
-    """What one worker finds, at first and when the second is out of memory."""
+    """Return a worker's probes: first normal ones, then with the second worker out of memory."""
     worker = Worker(sweep(), ClusterSpec(), CONFIGURATION, env)
     batches = worker.batches()
     seen: dict[str, Any] = {"noise": noise_probe.probe_noise(worker, batches)}
@@ -150,7 +150,7 @@ def probe(env: WorkerEnvironment) -> dict[str, Any]:
 
 
 def exchange(env: WorkerEnvironment) -> dict[str, Any]:
-    """Profile and probe a model that exchanges something in each forward pass; the second worker's passes are slow."""
+    """Profile and probe a model with a collective in each forward pass; the second worker's passes are slow."""
     spec, passes = sweep(model="tests.examples.exchanging:exchanging"), 0
     if env.rank == 1:
         stand_in(worker_module, "local_gradient", slow_gradient)
@@ -174,7 +174,7 @@ def exchange(env: WorkerEnvironment) -> dict[str, Any]:
 
 
 def stand_in(module: ModuleType | type, name: str, value: object) -> None:
-    """This process ends soon: nothing has to be put back."""
+    """Replace an attribute for good, which is harmless in a process that ends soon."""
     setattr(module, name, value)
 
 
