@@ -539,7 +539,8 @@ def test_a_script_that_is_gone_after_it_was_measured_gets_its_name_back(
     measure(RunDirectory(sweep_file.parent / "runs" / "x").create())
     assert main([str(sweep_file)]) == 2
     refused = capsys.readouterr().err
-    assert refused.startswith(f"{sweep_file}: workload.script: {sweep_file.parent / 'train.py'} is gone, but")
+    lost = sweep_file.parent / "train.py"
+    assert refused.startswith(f"{sweep_file}: workload.script: {lost}: no such file; check the path. If this run has ")
     assert refused.endswith("give the file that name again, or measure another script with another --run-dir\n")
 
 

@@ -178,8 +178,8 @@ def _load_without_paths(
     script = spec.workload.script
     if script and not script.exists() and RunDirectory(run_root(options, spec)).has_results():
         raise InputError(
-            f"{script} is gone, but this run has measured it: give the file that name again, or "
-            "measure another script with another --run-dir",
+            f"{script}: no such file; check the path. If this run has measured it, give the file that "
+            "name again, or measure another script with another --run-dir",
             source=options.sweep,
             key="workload.script",
         ) from None
