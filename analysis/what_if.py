@@ -37,7 +37,7 @@ DEADLINES = (0.75, 0.5)
 BUDGET = 0.5
 # how many other numbers of nodes are tried, nearest to the chosen one
 OTHER_NODES = 3
-OBJECTIVES = {"time": "the least time wanted", "cost": "the least cost wanted"}
+OBJECTIVES = {"time": "time as the objective", "cost": "cost as the objective"}
 # for each pricing basis the key of its price, and the unit
 PRICE_KEYS = {
     "node-hour": ("usd_per_node_hour", "a node-hour"),
@@ -156,7 +156,7 @@ def _changes(question: _Question, chosen: Candidate) -> Iterator[WhatIf]:
     for share in DEADLINES:
         seconds = share * chosen.wall_time_s
         sooner = question.with_objective(deadline_hours=seconds / HOUR_S)
-        answer = sooner.ask(f"done within {format_duration(seconds)}")
+        answer = sooner.ask(f"a deadline of {format_duration(seconds)}")
         yield answer
         # no candidate can meet a shorter deadline either
         if answer.chosen is None:
@@ -164,7 +164,7 @@ def _changes(question: _Question, chosen: Candidate) -> Iterator[WhatIf]:
     if chosen.cost > 0:
         budget = BUDGET * chosen.cost
         smaller = question.with_objective(budget=budget)
-        yield smaller.ask(f"for {format_money(budget, chosen.currency)} at most")
+        yield smaller.ask(f"a budget of {format_money(budget, chosen.currency)}")
     for kind, change in OBJECTIVES.items():
         if kind != question.sweep.objective.kind:
             yield question.with_objective(kind=kind).ask(change)

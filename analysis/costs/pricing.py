@@ -266,7 +266,7 @@ def assumptions(cluster: ClusterSpec, power: NodePower | None) -> list[str]:
         found += slurm_billing.node_resources(cluster).assumed
     if pricing.is_default:
         found.append(
-            f"costs assume {pricing.usd_per_node_hour:g} USD a node and hour, which is no price but "
+            f"costs assume {pricing.usd_per_node_hour:g} USD per node and hour, not a real price but "
             "the default of pricing.usd_per_node_hour: read them as node-hours, or set it in the "
             "cluster file"
         )

@@ -2,7 +2,7 @@
 
 Seconds are those of the training's jobs, from when the scheduler grants nodes until it has them
 back, without queueing. They come from the scheduler's accounting, if there is one
-(accounting.jsonl). Otherwise the run's own notes give them up to the last work of each job; the end
+(accounting.jsonl). Otherwise the run's own records give them up to the last work of each job; the end
 of a job is then assumed to take as long as planned, unless the notes show that it ended sooner. The
 price of a second is the plan's, so that expected and actual cost differ only by the time.
 
@@ -229,7 +229,7 @@ def _actual_parts_s(
         found[TimePart.REPEATED] = max(0.0, rest_s - END_SHARE * result.starts_s)
     else:
         found[TimePart.REPEATED] = 0.0
-        # the run's own notes end with the last work and say nothing about the end of the job
+        # the run's own records end with the last work and say nothing about the end of the job
         if used.source is Source.ACCOUNTING:
             found[TimePart.ENDS] = rest_s
     return found

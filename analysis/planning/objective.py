@@ -145,9 +145,11 @@ def _by_knee(
     if kind == "knee":
         above = ""
         law = f"; beyond it a doubling of the batch saves less than {100 * SAVED:.0f} % of the time"
-    what = "the fastest feasible one"
+    what = "the fastest feasible configuration"
     if time_s[ranking[0]] > least_s:
-        what = f"the cheapest within {100 * (AS_FAST - 1):.0f} % of the fastest feasible one"
+        what = (
+            f"the cheapest within {100 * (AS_FAST - 1):.0f} % of the fastest feasible configuration"
+        )
     reason = f"it is {what} with a batch up to {above}{knee_is}{law}"
     if not within.any():
         reason = f"no batch is below {knee_is}; it is the next above"

@@ -373,7 +373,7 @@ def about_checkpoints(chosen: int, fitted: FittedPartitions, sweep: SweepSpec) -
 def _listed(profiles: Sequence[Profile], fault: str) -> list[str]:
     if not profiles:
         return []
-    return [f"measurements that {fault}: {_names(p.configuration for p in profiles)}"]
+    return [f"these measurements {fault}: {_names(p.configuration for p in profiles)}"]
 
 
 def _names(configurations: Iterable[Configuration]) -> str:

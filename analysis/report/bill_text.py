@@ -32,7 +32,7 @@ from tula_hpc.records import Event, Plan, RunHistory, TrainResult
 COLUMNS = ("", "predicted (90 %)", "actual", "verdict")
 SOURCES = {
     Source.ACCOUNTING: "by Slurm's accounting",
-    Source.NOTES: "by the run's own notes",
+    Source.NOTES: "by the run's own records",
 }
 VERDICTS = {
     PromiseVerdict.WITHIN: "as predicted",
@@ -171,7 +171,7 @@ def _samples_off(plan: Plan, result: TrainResult | None) -> str:
 
 def _parts_off(bill: TrainingBill) -> Iterator[str]:
     if off := [_off(bill, part) for part in bill.parts_off()]:
-        yield f"Outside of their intervals: {'; '.join(off)}."
+        yield f"Outside their intervals: {'; '.join(off)}."
     most = bill.most_of_it()
     if most is not None and most not in bill.parts_off():
         yield f"Most of the difference: {_off(bill, most)}."

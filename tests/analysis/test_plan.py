@@ -356,10 +356,10 @@ def test_the_knee_is_that_of_the_fitted_curve() -> None:
     # 3 α/β of a step that takes 0.1 s and 0.25 ms for each sample of the global batch
     assert plan.knee.global_batch == pytest.approx(1200, rel=0.1)
     assert plan.chosen.global_batch == 1024
-    assert "the fastest feasible one with a batch up to B=1,2" in plan.reason
+    assert "the fastest feasible configuration with a batch up to B=1,2" in plan.reason
     short = make_plan(sweep(cluster_sizes=[4], max_batch=512), cluster(), [ok(4, 8), ok(4, 128)])
-    searched = ": it is the fastest feasible one that was searched. The search ended at B=512 and 4 nodes: larger "
-    assert f"{searched}batches would still pay, up to B=1,2" in short.reason
+    searched = ": it is the fastest feasible configuration that was searched. The search ended at B=512 and 4 nodes: "
+    assert f"{searched}larger batches would still pay, up to B=1,2" in short.reason
     near = make_plan(sweep(cluster_sizes=[4], max_batch=1024), cluster(), [ok(4, 8), ok(4, 128)])
     assert "The search ended" not in near.reason, "the next batch is beyond the knee"
 
@@ -373,7 +373,7 @@ def test_larger_batches_are_not_said_to_pay_where_those_that_were_searched_do_no
     # a measured step that is far below the curve
     quick = np.where(table.global_batch == 64, 0.1, 1.0) * table.wall_time_s
     reason = choose(spec.objective, table._replace(wall_time_s=quick), curves).reason
-    assert "it is the fastest feasible one that was searched. The search ended at " in reason
+    assert "it is the fastest feasible configuration that was searched. The search ended at " in reason
     assert (
         "Larger batches are not faster here, though by the fitted curve they would be, up to its knee at B=1,2"
         in reason

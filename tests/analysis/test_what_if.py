@@ -43,8 +43,8 @@ def test_each_answer_is_what_a_plan_would_choose(found: dict[str, WhatIf]) -> No
     planned = make_plan(SPEC, PRICED, ROWS).chosen
     assert first == "as planned"
     assert found[first].chosen == planned
-    alike(found["the least time wanted"].chosen, make_plan(with_objective(kind="time"), PRICED, ROWS).chosen)
-    alike(found["the least cost wanted"].chosen, make_plan(with_objective(kind="cost"), PRICED, ROWS).chosen)
+    alike(found["time as the objective"].chosen, make_plan(with_objective(kind="time"), PRICED, ROWS).chosen)
+    alike(found["cost as the objective"].chosen, make_plan(with_objective(kind="cost"), PRICED, ROWS).chosen)
 
 
 def test_on_other_nodes_the_knee_is_the_plans(found: dict[str, WhatIf]) -> None:
@@ -70,7 +70,7 @@ def test_another_price_is_paid(found: dict[str, WhatIf]) -> None:
 def test_a_deadline_is_kept_or_said_to_be_impossible(found: dict[str, WhatIf]) -> None:
     planned = found["as planned"].chosen
     assert planned is not None
-    deadlines = [row for change, row in found.items() if change.startswith("done within ")]
+    deadlines = [row for change, row in found.items() if change.startswith("a deadline of ")]
     assert deadlines
     for share, row in zip((0.75, 0.5), deadlines, strict=False):
         assert row.chosen is not None or row is deadlines[-1], "a shorter one is not kept, either"
@@ -84,7 +84,7 @@ def test_a_deadline_is_kept_or_said_to_be_impossible(found: dict[str, WhatIf]) -
 def test_half_the_cost_is_kept_or_said_to_be_impossible(found: dict[str, WhatIf]) -> None:
     planned = found["as planned"].chosen
     assert planned is not None
-    half = found[f"for {format_money(0.5 * planned.cost, 'USD')} at most"]
+    half = found[f"a budget of {format_money(0.5 * planned.cost, 'USD')}"]
     if half.chosen is None:
         assert half.nearest is not None
         (words,) = (words for words in not_possible([half]))
@@ -107,7 +107,7 @@ def test_the_command_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixt
         append_record(run.profile / "x.jsonl", row)
     assert main([str(run.root), "--what-if"]) == 0
     printed = capsys.readouterr().out
-    for words in ("as planned", "on 2 nodes", "4.00 USD a node-hour", "the least cost wanted"):
+    for words in ("as planned", "on 2 nodes", "4.00 USD a node-hour", "cost as the objective"):
         assert words in printed
 
 

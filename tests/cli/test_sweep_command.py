@@ -1289,7 +1289,7 @@ def test_the_cost_at_the_end_says_where_its_price_is_the_default(tmp_path: Path,
     values = [] if price is None else [f"pricing.usd_per_node_hour={price}"]
     cluster = load_cluster(run.cluster_file, ["pricing={}", *values])
     said = _cost(Sweep(load_sweep(run.sweep_file, check_paths=False), cluster, run), run.read_plan(), None)
-    usual = "; by 1.00 USD a node and hour, the default of pricing.usd_per_node_hour"
+    usual = "; at 1.00 USD per node and hour, the default of pricing.usd_per_node_hour"
     assert said.endswith(usual) == (price is None), said
 
 

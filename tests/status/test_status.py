@@ -1388,7 +1388,7 @@ def test_a_node_hour_has_its_price_on_every_basis(basis: str) -> None:
 
 
 def test_a_price_that_nobody_set_is_said_to_be_the_default() -> None:
-    assert describe_price(ClusterSpec(), None).endswith("a node and hour, the default of pricing.usd_per_node_hour")
+    assert describe_price(ClusterSpec(), None).endswith("per node and hour, the default of pricing.usd_per_node_hour")
 
 
 def test_what_is_needed_for_a_price_and_not_known_is_not_made_up() -> None:

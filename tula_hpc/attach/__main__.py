@@ -320,7 +320,7 @@ def _observations(result: dict[str, Any]) -> Iterator[str]:
     if measured.noise_scale:
         noise = f"{format_number(measured.noise_scale, 3)} samples, at the initial weights"
     elif measured.noise_samples:
-        noise = f"larger than {measured.noise_samples:,} samples can show"
+        noise = f"too large to measure with {measured.noise_samples:,} samples"
     yield f"noise scale {noise}"
     if measured.one_iterator:
         # imported late, as it needs NumPy, which --help and completions do without

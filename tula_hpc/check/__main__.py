@@ -54,7 +54,7 @@ LEVEL_WIDTH, TOPIC_WIDTH = 9, 18
 
 EXIT_CODES = """\
 exit codes: 0 nothing failed; 1 something failed; 2 bad input; 130 interrupted, job cancelled.
---json prints the same as one JSON object, whose keys the module describes.
+--json prints the same as one JSON object; its keys are in the docstring of tula_hpc.check.__main__.
 """
 
 

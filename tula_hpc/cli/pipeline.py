@@ -267,7 +267,7 @@ def _cost(sweep: Sweep, plan: Plan, bill: TrainingBill | None) -> str:
     part = sweep.cluster.by_name().get(chosen.partition)
     if part is not None and part.pricing.is_default:
         money = format_money(part.pricing.usd_per_node_hour)
-        by = f"; by {money} a node and hour, the default of pricing.usd_per_node_hour"
+        by = f"; at {money} per node and hour, the default of pricing.usd_per_node_hour"
     if bill is None or bill.cost.actual is None:
         return f"{profiling}; the cost of the training is unknown{by}"
     paid = format_money(bill.cost.actual, bill.currency)

@@ -58,16 +58,16 @@ def describe_price(part: ClusterSpec, watts: float | None) -> str:
         words = f"Slurm's billing: {format_number(units)} units a node"
         if pricing.usd_per_unit is None:
             return words
-        return f"{words}, {format_money(pricing.usd_per_unit)} a unit and hour"
+        return f"{words}, {format_money(pricing.usd_per_unit)} per unit and hour"
     if pricing.basis == "energy":
         known = pricing.watts_per_node or watts
         power = f"nodes of {known:.0f} W" if known else "the power of a node is not known"
-        return f"energy: {format_money(pricing.usd_per_kwh)} a kWh, {power}, PUE {pricing.pue:g}"
+        return f"energy: {format_money(pricing.usd_per_kwh)} per kWh, {power}, PUE {pricing.pue:g}"
     if pricing.basis == "memory":
-        return f"memory: {format_money(pricing.usd_per_gib_hour)} a GiB and hour"
+        return f"memory: {format_money(pricing.usd_per_gib_hour)} per GiB and hour"
     if pricing.basis == "spot":
-        return f"spot: {format_money(pricing.usd_per_spot_node_hour, currency)} a node and hour"
-    words = f"node-hour: {format_money(pricing.usd_per_node_hour, currency)} a node and hour"
+        return f"spot: {format_money(pricing.usd_per_spot_node_hour, currency)} per node and hour"
+    words = f"node-hour: {format_money(pricing.usd_per_node_hour, currency)} per node and hour"
     if pricing.is_default:
         words += ", the default of pricing.usd_per_node_hour"
     return words
@@ -98,7 +98,7 @@ class StageCost(Record):
     node_hours: float
     # in `CostStatus.currency`; None if the price is unknown
     cost: float | None = None
-    # sacct: accounting, all runs; notes: the jobs' own notes; the others are estimates
+    # sacct: accounting, all runs; notes: the jobs' own records; the others are estimates
     source: Source = ""
     # seconds in which a job waited and none ran; only for profiling
     queue_s: float | None = None

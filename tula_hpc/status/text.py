@@ -42,7 +42,7 @@ MOST_FAILURES = 5
 MOST_TRAININGS = 3
 SOURCES = {
     "sacct": "from sacct, every run of each job",
-    "notes": "from the jobs' own notes",
+    "notes": "from the jobs' own records",
     "events": "an estimate: from submission to the last sign of life",
     "steps": "an estimate: steps and events, without the start of jobs",
     "": "",
@@ -200,7 +200,7 @@ def _promise(promise: PromiseStatus) -> str:
     taken = f"took {format_duration(promise.actual_s)}, {expected}"
     currency = promise.promised_currency
     paid = format_money(promise.paid, currency)
-    told_by = {"accounting": "accounting", "notes": "the run's own notes"}[promise.told_by]
+    told_by = {"accounting": "accounting", "notes": "the run's own records"}[promise.told_by]
     cost = f"cost {paid}, predicted: {format_money(promise.expected_cost, currency)}"
     return f"{taken}; {cost}; by {told_by}"
 

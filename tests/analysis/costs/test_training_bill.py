@@ -169,7 +169,7 @@ def test_without_accounting_the_notes_tell() -> None:
     )
     assert sooner is not None
     assert sooner.whole.actual == pytest.approx(50.0 + 127.0 + 9.0 + 0.5)
-    assert "by the run's own notes" in " ".join(bill_sentences(bill))
+    assert "by the run's own records" in " ".join(bill_sentences(bill))
 
 
 def test_notes_that_were_lost_leave_the_results_own_time() -> None:
@@ -188,7 +188,7 @@ def test_parts_that_were_off_are_named_once_they_matter() -> None:
     assert "longer than the 90 % interval of the predicted 2 min 10 s (" in said
     assert "by Slurm's accounting" in said
     assert "2.0 USD was predicted (1.8 USD to 2.2 USD)." in said
-    assert "Outside of their intervals: end of the job 14.0 s (predicted 1.50 s)." in said, "a second moves nobody"
+    assert "Outside their intervals: end of the job 14.0 s (predicted 1.50 s)." in said, "a second moves nobody"
     assert billed(150.0).parts_off() == [TimePart.ENDS]
     assert billed(150.0).parts[TimePart.STARTS].verdict is PromiseVerdict.MORE
 

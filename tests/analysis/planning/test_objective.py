@@ -72,11 +72,12 @@ def test_up_to_the_knee_the_cheapest_of_those_that_no_measurement_tells_from_the
     dearer = Row(2, at_knee.local_batch // 2, at_knee.time_s / 1.02, 2 * at_knee.cost)
     ranking, choice = ranked("knee", [*feasible, dearer], law)
     assert ranking[:2] == [at_knee, dearer]
-    assert choice.reason.startswith("it is the cheapest within 3 % of the fastest feasible one with a batch up to B=")
+    cheapest = "it is the cheapest within 3 % of the fastest feasible configuration with a batch up to B="
+    assert choice.reason.startswith(cheapest)
     notably = dearer._replace(time_s=at_knee.time_s / 1.04)
     ranking, choice = ranked("knee", [*feasible, notably], law)
     assert ranking[:2] == [notably, at_knee]
-    assert choice.reason.startswith("it is the fastest feasible one with a batch up to B=")
+    assert choice.reason.startswith("it is the fastest feasible configuration with a batch up to B=")
 
 
 def test_where_constraints_leave_nothing_up_to_the_knee_the_next_above_it_is_taken() -> None:

@@ -144,7 +144,7 @@ def test_cluster_sizes_that_no_part_has_nodes_for_are_named() -> None:
 def test_doubts_about_a_part_name_it() -> None:
     rows = measured()
     rows[0] = rows[0].model_copy(update={"exclusive": False})
-    assert any(w.startswith(f"{SLOW}: measurements that shared") for w in make_plan(sweep(), both(), rows).warnings)
+    assert any(w.startswith(f"{SLOW}: these measurements shared") for w in make_plan(sweep(), both(), rows).warnings)
 
 
 def test_notes_about_a_part_name_it_and_what_holds_for_all_is_said_once() -> None:
