@@ -1221,14 +1221,14 @@ def test_a_plan_without_its_measurements_is_said_before_they_are_made_again(
 
 
 def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tula_hpc.cli.pipeline import _say_what_it_takes, carry_out
     from tula_hpc.stages.context import Sweep
 
     run = make_run(tmp_path / "run", stage="plan")
-    # or it would measure and plan first
-    run.log_event("submitted", "train", job_id="18")
+    monkeypatch.setattr("tula_hpc.cli.pipeline._profile", lambda _: True)
+    monkeypatch.setattr("tula_hpc.cli.pipeline.plan_stage", lambda sweep: sweep.run.read_plan())
     sweep = Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run)
     assert carry_out(sweep, "plan") == 0
     plan = run.read_plan()
@@ -1260,6 +1260,12 @@ def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(
         following
         == f"to train by this plan, without measuring again: cd {Path.cwd()} && {command_line('sweep', *inputs)}"
     )
+    run.make_train().result_file.touch()
+    assert carry_out(sweep, "plan") == 0
+    trained = capsys.readouterr().out
+    assert "cheapest: " in trained
+    assert " chooses it" not in trained, "a run that has trained keeps its plan"
+    assert "to train by this plan" not in trained
 
 
 def test_the_end_says_where_a_script_has_written_its_files(tmp_path: Path) -> None:

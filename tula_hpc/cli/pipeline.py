@@ -148,17 +148,10 @@ def _run_stages(sweep: Sweep, last: int) -> int:
     ends_here = last == STAGES.index("plan")
     if is_new or ends_here:
         _say_what_it_takes(sweep, plan)
-    if ends_here:
-        sweep.run.log_event("ended", "plan")
-        for words in setup_failures(sweep.run.job_notes()):
-            print(printable(f"warning: {words}"))
-        root = str(sweep.run.root)
-        print(
-            f"the whole plan: {command_line('plan', root)}; as a page: {command_line('report', root)}"
-        )
-        print(f"to train by this plan, without measuring again: {sweep.command()}")
-        return 0
     is_trained = sweep.run.train().result_file.exists()
+    if ends_here:
+        _end_with_plan(sweep, is_trained=is_trained)
+        return 0
     if is_trained:
         warn_of_sources(
             sweep, "nothing is trained again; another --run-dir trains what is there now"
@@ -176,6 +169,19 @@ def _run_stages(sweep: Sweep, last: int) -> int:
     _warn_of_scores(sweep, trained)
     print("\n".join([*_steps_off(sweep, plan, trained), *_model_lines(sweep)]))
     return 0
+
+
+def _end_with_plan(sweep: Sweep, *, is_trained: bool) -> None:
+    """Record that the sweep ends with its plan, as requested, and say what can be done with it."""
+    sweep.run.log_event("ended", "plan")
+    for words in setup_failures(sweep.run.job_notes()):
+        print(printable(f"warning: {words}"))
+    root = str(sweep.run.root)
+    print(
+        f"the whole plan: {command_line('plan', root)}; as a page: {command_line('report', root)}"
+    )
+    if not is_trained:
+        print(f"to train by this plan, without measuring again: {sweep.command()}")
 
 
 def _profile(sweep: Sweep) -> bool:
@@ -426,7 +432,8 @@ def _say_what_it_takes(sweep: Sweep, plan: Plan) -> None:
         )
     for other in alternatives(plan):
         take = ""
-        if other.objective:
+        # a run that has trained keeps its plan
+        if other.objective and not sweep.run.has_trained():
             words = ("--objective", other.objective, "--write")
             take = f"; {command_line('plan', str(sweep.run.root), *words)} chooses it"
         if take or not other.is_compared:
