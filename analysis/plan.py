@@ -25,11 +25,11 @@ from tula_hpc.config import (
     ClusterSpec,
     ObjectiveSpec,
     SweepSpec,
+    exposure_warning,
     load_frozen_cluster,
     load_frozen_sweep,
     split_overrides,
     sweep_for,
-    told_by_set,
 )
 from tula_hpc.errors import InputError, NotEnoughDataError, RunDirectoryError
 from tula_hpc.files import MEASUREMENTS_GONE, not_a_run, write_out
@@ -154,7 +154,7 @@ def _answer(options: argparse.Namespace) -> str:
     if not options.run.is_dir():
         raise InputError(not_a_run(options.run), source=options.run)
     run = RunDirectory(options.run)
-    if warning := told_by_set(options.set):
+    if warning := exposure_warning(options.set):
         print(f"warning: {warning}", file=sys.stderr)
     # a sweep must not start training while its plan is being replaced
     try:
@@ -266,8 +266,8 @@ def _what_if(rows: Sequence[WhatIf]) -> str:
     if not rows:
         # profiles with a training's measurements may give another choice than profiles alone
         return "No what-if: a training changed the plan."
-    if said := nothing_changes(rows):
-        return textwrap.fill(said, PLAN_WIDTH)
+    if sentence := nothing_changes(rows):
+        return textwrap.fill(sentence, PLAN_WIDTH)
     lines = [table_lines(what_if_table(rows))]
     remarks = not_possible(rows)
     lines += [textwrap.fill(text, PLAN_WIDTH) for text in remarks]

@@ -36,7 +36,7 @@ FULL_BYTES = 1_000_000
 MOST_LINKS = 40
 # run directories that a message suggests
 MOST_RUNS = 3
-PLAN_ALONE = "the measurements that plan.json rests on are gone"
+PLAN_WITHOUT_MEASUREMENTS = "the measurements that plan.json rests on are gone"
 # nothing is measured again in a run that has trained
 MEASUREMENTS_GONE = (
     "the measurements are gone, and the run has trained: put profile/ back, or measure in a new "

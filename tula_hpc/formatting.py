@@ -90,14 +90,14 @@ _STEPS_S = (
 _UNITS_S = ((0.01, 1e-4), (0.9995, 1e-3), (59.95, 0.1), (HOUR_S, 1.0), (DAY_S, 60.0))
 
 
-def duration_within(seconds: float, low: float, high: float, beside: float | None = None) -> str:
+def duration_within(seconds: float, low: float, high: float, reference: float | None = None) -> str:
     """Format seconds with the digits that an interval justifies: 152 in 138 to 168 → "2 min 30 s".
 
     Args:
         seconds: The duration, or an end of the interval.
         low: Lower end.
         high: Upper end.
-        beside: Seconds that `format_duration` shows next to the interval. Rounding never moves an
+        reference: Seconds that `format_duration` shows next to the interval. Rounding never moves an
             end of the interval past them: more digits are taken instead.
     """
     half = (high - low) / 2
@@ -110,12 +110,12 @@ def duration_within(seconds: float, low: float, high: float, beside: float | Non
     else:
         # a coarser step would round an end of the interval past values well inside it
         steps = [step for step in reversed(_STEPS_S) if step <= max(half / 2, 1)]
-    if beside is None:
+    if reference is None:
         return _within(seconds, steps[0])
-    unit = next((unit for limit, unit in _UNITS_S if abs(beside) < limit), HOUR_S)
+    unit = next((unit for limit, unit in _UNITS_S if abs(reference) < limit), HOUR_S)
     for step in steps:
         shown = [_rounded_s(end, step) for end in (low, high)]
-        if _keeps_order(shown, (low, high), beside, unit):
+        if _keeps_order(shown, (low, high), reference, unit):
             return _within(seconds, step)
     return format_duration(seconds)
 
@@ -140,11 +140,13 @@ def _rounded_s(seconds: float, step: float) -> float:
     return step * round(seconds / step)
 
 
-def _keeps_order(shown: Iterable[float], ends: Iterable[float], beside: float, unit: float) -> bool:
+def _keeps_order(
+    shown: Iterable[float], ends: Iterable[float], reference: float, unit: float
+) -> bool:
     """Tell whether rounded ends lie on the same sides of the rounded value as before rounding."""
-    seen = unit * round(beside / unit)
+    seen = unit * round(reference / unit)
     pairs = zip(shown, ends, strict=True)
-    return all((rounded - seen) * (end - beside) > 0.0 for rounded, end in pairs)
+    return all((rounded - seen) * (end - reference) > 0.0 for rounded, end in pairs)
 
 
 def _power_of_ten(value: float) -> float:
@@ -152,22 +154,22 @@ def _power_of_ten(value: float) -> float:
 
 
 def money_within(
-    amount: float, low: float, high: float, currency: str = "USD", beside: float | None = None
+    amount: float, low: float, high: float, currency: str = "USD", reference: float | None = None
 ) -> str:
     """Format an amount with the digits that its interval justifies: 2.48 in 2.1 to 2.9 → "2.5 USD".
 
-    `beside` is an amount that `format_money` shows next to the interval; see `duration_within`.
+    `reference` is an amount that `format_money` shows next to the interval; see `duration_within`.
     """
     half = (high - low) / 2
     if half <= 0 or not math.isfinite(half + amount):
         return format_money(amount, currency)
     step = _power_of_ten(max(half / 2, abs(low) / 300, abs(high) / 300))
-    if beside is not None:
+    if reference is not None:
         shown = [step * round(end / step) for end in (low, high)]
         unit = 0.01
-        if abs(beside) < 0.0995:
-            unit = _power_of_ten(abs(beside) or 1.0) / 10
-        if not _keeps_order(shown, (low, high), beside, unit):
+        if abs(reference) < 0.0995:
+            unit = _power_of_ten(abs(reference) or 1.0) / 10
+        if not _keeps_order(shown, (low, high), reference, unit):
             return format_money(amount, currency)
     decimals = max(0, -round(math.log10(step)))
     return f"{step * round(amount / step):,.{decimals}f} {currency}"

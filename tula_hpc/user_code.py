@@ -100,7 +100,7 @@ def blamed(key: str, words: str, hint: str | Callable[[BaseException], str] = ""
         if not is_mistake(error):
             raise
         end = hint if isinstance(hint, str) else hint(error)
-        raise InputError(f"{words}: {told_with_remedy(error)}{end}", key=key) from error
+        raise InputError(f"{words}: {describe_with_remedy(error)}{end}", key=key) from error
 
 
 def is_mistake(error: Exception | SystemExit) -> bool:
@@ -119,7 +119,7 @@ def is_mistake(error: Exception | SystemExit) -> bool:
     return not isinstance(error, OSError) or error.errno is None or isinstance(error, named)
 
 
-def told(error: Exception | SystemExit) -> str:
+def describe_error(error: Exception | SystemExit) -> str:
     """Describe an error of the user's code in one line: its type, its message, and the place."""
     text = _ESCAPES.sub("", str(error)).strip()
     message, _, rest = text.partition("\n")
@@ -145,9 +145,13 @@ def _is_foreign(path: Path) -> bool:
     return "site-packages" in path.parts or path.name.startswith("<")
 
 
-def told_with_remedy(error: Exception | SystemExit) -> str:
+def describe_with_remedy(error: Exception | SystemExit) -> str:
     """Describe an error of a function that the sweep file names, and say how to mend it."""
-    return f"{_MOVED}; torch said: {told(error)}" if lacks_gpu(error) else told(error)
+    return (
+        f"{_MOVED}; torch said: {describe_error(error)}"
+        if lacks_gpu(error)
+        else describe_error(error)
+    )
 
 
 def lacks_gpu(error: Exception | SystemExit) -> bool:
@@ -232,7 +236,9 @@ def own_data(spec: WorkloadSpec, tried: int = TRIED_BY_JOBS) -> OwnData:
         except (TypeError, AttributeError) as error:
             if spec.data_dir is None and "NoneType" in str(error):
                 without = "spec.data_dir is None, as workload.data_dir is not set"
-                raise InputError(f"{words}: {told(error)}; {without}", key=_DATASET_KEY) from error
+                raise InputError(
+                    f"{words}: {describe_error(error)}; {without}", key=_DATASET_KEY
+                ) from error
             raise
     if not isinstance(data, tuple) or len(data) != len(OwnData._fields):
         expected = "expected a tuple (train, test, classes)"
@@ -430,12 +436,12 @@ def _load(key: str, name: str) -> Callable[..., Any]:
         elif isinstance(error, SyntaxError):
             why = f"{error.msg} ({Path(error.filename or own).name}, line {error.lineno})"
         else:
-            why = f"{told(error)}; correct the name, or install what is missing"
+            why = f"{describe_error(error)}; correct the name, or install what is missing"
         raise InputError(f"{name}: {module_name} cannot be imported: {why}", key=key) from error
     except (Exception, SystemExit) as error:
         if not is_mistake(error):
             raise
-        words = f"{name}: {module_name} cannot be imported: {told(error)}"
+        words = f"{name}: {module_name} cannot be imported: {describe_error(error)}"
         if isinstance(error, SystemExit):
             words += (
                 ": it exits, as it does if it cannot parse the command line; put what only a "

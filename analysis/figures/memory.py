@@ -268,7 +268,7 @@ def _draw_limit(axes: Axes, limit: int, allowed: int | None, unit_bytes: int) ->
     else:
         y = top * 0.94
         text += " (far above this axis)"
-    style.write_beside(axes, text, (left, y), (0, 3), color=red, size=8.5, weight="bold")
+    style.annotate_near(axes, text, (left, y), (0, 3), color=red, size=8.5, weight="bold")
 
 
 def _draw_largest(axes: Axes, largest: int, batches: list[int]) -> None:
@@ -280,9 +280,9 @@ def _draw_largest(axes: Axes, largest: int, batches: list[int]) -> None:
     ((place, _),) = axes.transLimits.transform(axes.transScale.transform([(start, 1.0)]))
     units = ("data", "axes fraction")
     if place < ROOM_FOR_TEXT:
-        label = style.write_beside(axes, text, (start, 1), (5, -28), xycoords=units)
+        label = style.annotate_near(axes, text, (start, 1), (5, -28), xycoords=units)
     else:
-        label = style.write_beside(axes, text, (start, 0), (-5, 6), xycoords=units, ha="right")
+        label = style.annotate_near(axes, text, (start, 0), (-5, 6), xycoords=units, ha="right")
     label.set(color=style.INK.light, size=8.5, weight="bold", in_layout=False)
 
 

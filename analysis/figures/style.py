@@ -398,7 +398,7 @@ def _columns(characters: Sequence[int]) -> int:
     return 1
 
 
-def write_beside(
+def annotate_near(
     axes: Axes, text: str, place: tuple[float, float], offset_pt: tuple[float, float], **look: Any
 ) -> Annotation:
     """Write text beside a place in the panel, `offset_pt` points away from it."""

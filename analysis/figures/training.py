@@ -191,7 +191,7 @@ def draw_marks(panels: Sequence[Axes], marks: Sequence[Mark]) -> None:
             continue
         row_ends[row : row + 1] = [start + width]
         above = {"xycoords": ("data", "axes fraction"), "ha": side, "size": 7.5, "color": grey}
-        style.write_beside(panels[0], text, (epoch, 1), (0, 3 + 10 * row), **above)
+        style.annotate_near(panels[0], text, (epoch, 1), (0, 3 + 10 * row), **above)
 
 
 def _merged(marks: Sequence[Mark], width: float) -> list[tuple[float, str]]:
@@ -292,7 +292,7 @@ def _draw_sensitivity(axes: Axes, steps: Sequence[StepMetrics], delta: float | N
         axes.axhline(delta, color=red, linewidth=1.2, linestyle=(0, (5, 3)))
         right = {"xycoords": ("axes fraction", "data"), "va": "center"}
         text = f"δ = {format_number(delta)}"
-        label = style.write_beside(axes, text, (1, delta), (4, 0), **right)
+        label = style.annotate_near(axes, text, (1, delta), (4, 0), **right)
         label.set(size=8.5, weight="bold", color=red)
 
 

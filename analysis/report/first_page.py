@@ -17,8 +17,8 @@ from tula_hpc.analysis.report.plan_text import (
     against,
     alternatives,
     knee_sentences,
-    not_told_apart,
     progress_sentences,
+    too_close_to_call,
     unmeasured,
     where_time_goes,
     why_not_better,
@@ -288,7 +288,7 @@ def _how_sure(run: RunContents, plan: Plan, *, is_billed: bool) -> Iterator[str]
     # a billed training has itself measured the configuration
     if not is_billed:
         yield from _how_measured(run, plan)
-    yield from not_told_apart(plan)
+    yield from too_close_to_call(plan)
     yield from knee_sentences(plan)
 
 

@@ -246,7 +246,7 @@ def alternatives(plan: Plan) -> list[Alternative]:
     if (chosen.progress_time_s or 0.0) > SOONER * (soonest.progress_time_s or math.inf):
         named.append((SOONEST, soonest))
     too_close = chosen
-    if not_told_apart(plan):
+    if too_close_to_call(plan):
         too_close = plan.runners_up[0]
     found: dict[str, Alternative] = {}
     for role, candidate in named:
@@ -262,7 +262,7 @@ def alternatives(plan: Plan) -> list[Alternative]:
 
 
 def _alternatives(plan: Plan) -> list[str]:
-    found = not_told_apart(plan)
+    found = too_close_to_call(plan)
     for other in alternatives(plan):
         # the sentence that compares it has named it
         if other.is_compared and other.roles in ([NEXT_BEST], [FASTEST]):
@@ -274,7 +274,7 @@ def _alternatives(plan: Plan) -> list[str]:
     return found
 
 
-def not_told_apart(plan: Plan) -> list[str]:
+def too_close_to_call(plan: Plan) -> list[str]:
     """Say that the chosen one may not be better than the next best; empty if it is, or alone."""
     if not plan.runners_up or plan.runners_up[0].configuration == plan.chosen.configuration:
         return []

@@ -43,11 +43,11 @@ def scaling_sections(scaling: NodeScaling) -> list[ScalingSection]:
     Sentences of the first section are not repeated in the second.
     """
     sections = []
-    said: list[str] = []
+    shown: list[str] = []
     for curve in scaling.curves:
         sentences = list(explain(scaling, curve))
-        text = " ".join(sentence for sentence in sentences if sentence not in said)
-        said += sentences
+        text = " ".join(sentence for sentence in sentences if sentence not in shown)
+        shown += sentences
         table = scaling_table(curve)
         rows = []
         for row, (nodes, *others) in zip(curve.rows, table.rows, strict=True):

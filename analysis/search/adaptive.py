@@ -41,7 +41,7 @@ from tula_hpc.analysis.search.confirmation import (
     AT_LEAST,
     START_S,
     contradicts,
-    is_too_dear,
+    is_too_expensive,
     measured_in_order,
     steps_per_profile,
 )
@@ -153,7 +153,7 @@ class AdaptiveSearch:
                 return []
             near = CLOSE_RIVAL if left == 1 else RIVAL
             rivals = [each for each in predictions.rivals(near) if each.configuration in open_]
-            return [each.configuration for each in rivals if not is_too_dear(usable, each)]
+            return [each.configuration for each in rivals if not is_too_expensive(usable, each)]
         gains = predictions.gains(_latest_nodes(usable), steps_per_profile(usable))
         points = predictions.points
         may_run = set(open_) & {points[i] for i in np.flatnonzero(predictions.eligible).tolist()}
@@ -177,7 +177,7 @@ def _unconfirmed(
 ) -> Configuration | None:
     """Return the first choice that was not measured but can be, if any."""
     for chosen in choices:
-        if chosen.configuration in open_ and not is_too_dear(usable, chosen):
+        if chosen.configuration in open_ and not is_too_expensive(usable, chosen):
             return chosen.configuration
         if not chosen.needs_profile:
             return None

@@ -51,7 +51,7 @@ def profile_share(usable: Sequence[Measurement], step_time_s: float, training_s:
     return (steps_per_profile(usable) * step_time_s + start_s) / training_s
 
 
-def is_too_dear(usable: Sequence[Measurement], chosen: Chosen) -> bool:
+def is_too_expensive(usable: Sequence[Measurement], chosen: Chosen) -> bool:
     """Tell whether the profile of a choice costs more of the training than it is worth."""
     if chosen.training_s is None:
         return False
@@ -67,17 +67,17 @@ def with_confirmation(
     """Add a note or a warning on a choice that was not measured, if the search proposes no more."""
     rows = of_partition(measurements, plan.chosen.partition)
     usable = [row for row in rows if is_usable(row)]
-    too_dear: float | None = None
+    excessive_share: float | None = None
     doubts: list[Doubt] = []
     # if the search has configurations left to measure, another warning names them
     if not plan.chosen.measured and not pending:
         share = profile_share(usable, plan.chosen.step_time_s, plan.chosen.wall_time_s)
         if share > PROFILE_SHARE:
-            too_dear = share
+            excessive_share = share
         else:
             tried = len({row.configuration for row in usable})
             doubts = Remedy.MEASURE.doubts([_unmeasured(plan, sweep, tried)])
-    return plan.model_copy(update={"profile_share": too_dear}).with_doubts(doubts)
+    return plan.model_copy(update={"profile_share": excessive_share}).with_doubts(doubts)
 
 
 def _unmeasured(plan: Plan, sweep: SweepSpec, profiles: int) -> str:

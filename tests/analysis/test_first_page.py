@@ -239,7 +239,7 @@ def test_no_end_is_rounded_across_what_stands_beside_it(value: float, beside: fl
     for end in (low, high):
         shown = in_seconds(duration_within(end, low, high, taken))
         assert in_order(shown, in_seconds(format_duration(taken))) in (0, in_order(end, taken))
-        paid = float(money_within(end, low, high, beside=taken).removesuffix(" USD").replace(",", ""))
+        paid = float(money_within(end, low, high, reference=taken).removesuffix(" USD").replace(",", ""))
         taken_paid = float(format_money(taken).removesuffix(" USD").replace(",", ""))
         assert in_order(paid, taken_paid) in (0, in_order(end, taken))
 

@@ -38,7 +38,7 @@ from tula_hpc.analysis.planning.constraints import constrain
 from tula_hpc.analysis.planning.knee import knee_curves
 from tula_hpc.analysis.planning.objective import choose
 from tula_hpc.analysis.planning.partitions import FittedPartitions, fit_parts
-from tula_hpc.analysis.report.plan_text import alternatives, not_told_apart, sentences
+from tula_hpc.analysis.report.plan_text import alternatives, sentences, too_close_to_call
 from tula_hpc.analysis.run_contents import measured_epoch
 from tula_hpc.config import GIB, ObjectiveSpec, SweepSpec, TrainingSpec, load_sweep
 from tula_hpc.errors import InfeasibleError, NotEnoughDataError
@@ -1047,7 +1047,7 @@ def test_a_next_best_within_the_intervals_is_said_not_to_be_told_apart() -> None
             )
             for candidate, steps_s in ((plan.chosen, mine), (next_best, ratio * mine))
         )
-        return not_told_apart(plan.model_copy(update={"chosen": chosen, "runners_up": [other]}))
+        return too_close_to_call(plan.model_copy(update={"chosen": chosen, "runners_up": [other]}))
 
     (text,) = said(1.02)
     assert text.startswith(f"The next best, {next_best.configuration}, is predicted to be 2")
@@ -1065,7 +1065,7 @@ def test_by_progress_candidates_are_compared_by_the_time_to_the_same_progress() 
     assert other.progress_time_s is not None
     assert other.wall_time_s > 1.5 * chosen.wall_time_s
     # 3.8 % apart
-    (text,) = not_told_apart(plan)
+    (text,) = too_close_to_call(plan)
     slower = in_comparison(other.progress_time_s / chosen.progress_time_s, "slower", "faster", "as slow")
     assert text.startswith(f"The next best, {other.configuration}, is predicted to be {slower} and ")
     assert " to say which of the two takes less time to the same progress; choose by" in text

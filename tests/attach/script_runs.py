@@ -49,7 +49,7 @@ def profiled(
                 mode="profile",
                 program=Script(script, None, arguments),
                 home=Path.cwd(),
-                said=folder / f"rank-{place.rank}.said",
+                message_file=folder / f"rank-{place.rank}.said",
                 parent=os.getpid(),
                 rank=place.rank,
                 world_size=world,
@@ -65,5 +65,5 @@ def profiled(
 
 
 def measurement_of(outcome: ProcessEnd) -> Measurement:
-    assert outcome.is_done, f"{outcome.said.detail}\n{Path(outcome.log).read_text()[-3000:]}"
-    return Measurement.model_validate_json(json.dumps(outcome.said.result["measurement"]))
+    assert outcome.is_done, f"{outcome.message.detail}\n{Path(outcome.log).read_text()[-3000:]}"
+    return Measurement.model_validate_json(json.dumps(outcome.message.result["measurement"]))

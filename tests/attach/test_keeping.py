@@ -18,7 +18,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from tests.forked import context_of_workers
 from tula_hpc.attach import child
-from tula_hpc.attach.reporting import ChildSpec, read_said
+from tula_hpc.attach.reporting import ChildSpec, read_message
 from tula_hpc.attach.script import Script
 from tula_hpc.attach.train import script_training
 from tula_hpc.attach.train.keeping import KeptTraining
@@ -44,7 +44,7 @@ def run_script(place: dict[str, str], spec: ChildSpec, struck: tuple[int, int] |
     """One process of torchrun's, with the project around it if a signal may come before one of its steps."""
     os.environ |= place
     # beside the folder of a script is noted where it saved
-    folder = spec.said.parent / "script"
+    folder = spec.message_file.parent / "script"
     folder.mkdir(exist_ok=True)
     os.chdir(folder)
     if struck is None:
@@ -64,14 +64,14 @@ def run_script(place: dict[str, str], spec: ChildSpec, struck: tuple[int, int] |
     # at the step of the signal
     script_training.CHECK_EVERY_S = 0.0  # type: ignore[attr-defined] # of this process alone
     KeptTraining.gradients_ready = gradients_ready  # type: ignore[assignment, method-assign] # of this process alone
-    told = spec.said.with_suffix(".spec")
+    told = spec.message_file.with_suffix(".spec")
     told.write_text(spec.model_copy(update={"parent": os.getppid()}).model_dump_json())
     child.main([str(told)])
 
 
 def ended(spec: ChildSpec) -> str:
     """Why a process ended, as far as it says."""
-    said = read_said(spec.said)
+    said = read_message(spec.message_file)
     return str(said.result["end"]) if said is not None and said.state == "done" else ""
 
 
@@ -102,7 +102,7 @@ class Story:
         processes = []
         for spec in specs:
             struck = (at if only in (None, spec.rank) else 0, number) if self.around else None
-            spec.said.unlink(missing_ok=True)
+            spec.message_file.unlink(missing_ok=True)
             given = (PLACE | place | {"RANK": str(spec.rank), "LOCAL_RANK": str(spec.rank)}, spec, struck)
             processes.append(context_of_workers().Process(target=run_script, args=given))
             processes[-1].start()
@@ -123,7 +123,7 @@ class Story:
         arguments = ("--batch-size", str(batch), "--epochs", "2", *self.arguments)
         return ChildSpec(
             mode="train", program=Script(self.script, None, arguments), home=SCRIPT.parent, parent=0,
-            said=self.run.root / f"{rank}.json", rank=rank, world_size=self.workers,
+            message_file=self.run.root / f"{rank}.json", rank=rank, world_size=self.workers,
             settings=settings.model_dump(mode="json"),
         )  # fmt: skip
 
@@ -224,7 +224,7 @@ def test_a_script_that_was_changed_since_its_checkpoint_is_told_what_does_not_fi
     assert story.start(2) == [STOPPED]
     story.arguments += ["--width", "7"]
     assert story.start() == [1]
-    said = read_said(story.spec(0, 8).said)
+    said = read_message(story.spec(0, 8).message_file)
     assert said is not None
     assert said.detail.startswith("tula.keep(model=…): ")
     assert " does not fit; if the script was changed, undo that, or move " in said.detail

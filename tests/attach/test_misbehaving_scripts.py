@@ -23,7 +23,7 @@ from tests.attach.script_runs import BATCH, QUICK, SCRIPTS, measurement_of, prof
 from tests.forked_jobs import forking_scripts
 from tula_hpc.attach.hangs import Place
 from tula_hpc.attach.processes import ProcessEnd, error_of, worst
-from tula_hpc.attach.reporting import Said, failed_by, unexplained
+from tula_hpc.attach.reporting import ProcessMessage, failed_by, unexplained
 from tula_hpc.attach.script import Script
 from tula_hpc.attach.train.peers import lacking_in
 from tula_hpc.checkpoint.store import CheckpointStore
@@ -106,9 +106,9 @@ def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, scri
 )
 def test_a_failure_is_one_line(how: str, failure: Failure, words: str, tmp_path: Path) -> None:
     outcome = misbehave(how, tmp_path)
-    assert outcome.said.failure is failure
-    assert words in outcome.said.detail
-    assert "\n" not in outcome.said.detail
+    assert outcome.message.failure is failure
+    assert words in outcome.message.detail
+    assert "\n" not in outcome.message.detail
     assert outcome.log in str(error_of(outcome, "workload.script"))
 
 
@@ -117,9 +117,9 @@ def test_a_script_that_takes_no_step_is_given_up(how: str, tmp_path: Path) -> No
     # the second takes steps before, on a machine that is busy, too
     step_s = 2 if how == "hangs" else 5
     outcome = misbehave(how, tmp_path, step_s=step_s)
-    assert outcome.said.failure is Failure.BAD_INPUT
-    assert f"misbehaving.py took more than {step_s} s (search.first_step_minutes)" in outcome.said.detail
-    assert re.search(r": its worker is at misbehaving.py:\d+, `.*time.sleep", outcome.said.detail)
+    assert outcome.message.failure is Failure.BAD_INPUT
+    assert f"misbehaving.py took more than {step_s} s (search.first_step_minutes)" in outcome.message.detail
+    assert re.search(r": its worker is at misbehaving.py:\d+, `.*time.sleep", outcome.message.detail)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_script_that_takes_no_step_is_given_up(how: str, tmp_path: Path) -> No
 )
 def test_workers_that_wait_for_each_other_are_told_where(how: str, began: str, tmp_path: Path) -> None:
     step_s = 5.0 if how == "waits apart" else 60.0
-    said = misbehave(how, tmp_path, 2, step_s=step_s).said
+    said = misbehave(how, tmp_path, 2, step_s=step_s).message
     assert said.failure is Failure.BAD_INPUT
     assert said.detail.startswith(began)
     places = r"rank 0 is at misbehaving.py:\d+, `dist.barrier\(\)`; rank 1 is at misbehaving.py:\d+, `model\(.*backward"
@@ -144,21 +144,21 @@ PECULIAR += ["has sparse gradients", "calls layers", "has a loss of two passes",
 def test_what_a_script_may_do_is_no_hindrance(how: str, tmp_path: Path) -> None:
     outcome = misbehave(how, tmp_path)
     assert measurement_of(outcome).parameters == 36
-    assert outcome.said.result["others"] == (["Adam of Linear"] if how == "has two optimizers" else [])
+    assert outcome.message.result["others"] == (["Adam of Linear"] if how == "has two optimizers" else [])
 
 
 @pytest.mark.parametrize("accumulation", [4, None])
 def test_steps_are_measured_once_they_take_no_more_passes(accumulation: int | None, tmp_path: Path) -> None:
     (outcome,) = profiled(MISBEHAVING, ("accumulates more", str(BATCH)), tmp_path, accumulation=accumulation)
-    assert outcome.is_done, outcome.said.detail
-    assert outcome.said.result["accumulation"] == 4
-    assert outcome.said.steps < 90
+    assert outcome.is_done, outcome.message.detail
+    assert outcome.message.result["accumulation"] == 4
+    assert outcome.message.steps < 90
 
 
 def test_of_a_data_set_that_makes_batches_the_samples_are_not_known(tmp_path: Path) -> None:
     outcome = misbehave("gives batches", tmp_path)
     assert measurement_of(outcome).local_batch == BATCH
-    assert outcome.said.result["samples"] == 0
+    assert outcome.message.result["samples"] == 0
 
 
 def test_a_process_that_a_script_leaves_goes_with_it(tmp_path: Path) -> None:
@@ -203,28 +203,28 @@ def command_of(process: int) -> str:
 @pytest.mark.parametrize("how", ["trains apart", "trains apart for a while"])
 def test_several_workers_have_to_train_together(how: str, tmp_path: Path) -> None:
     outcome = misbehave(how, tmp_path, world=2)
-    assert outcome.said.failure is Failure.BAD_INPUT
-    assert "does not wrap Linear, the first model that an optimizer trains, in Distrib" in outcome.said.detail
+    assert outcome.message.failure is Failure.BAD_INPUT
+    assert "does not wrap Linear, the first model that an optimizer trains, in Distrib" in outcome.message.detail
 
 
 def test_slow_steps_that_workers_take_apart_are_told_as_no_steps_of_a_wrapped_model(tmp_path: Path) -> None:
-    said = misbehave("trains apart slowly", tmp_path, world=2, step_s=5.0).said
+    said = misbehave("trains apart slowly", tmp_path, world=2, step_s=5.0).message
     assert "until its first optimizer step of a model in DistributedDataParallel" in said.detail
 
 
 def test_several_workers_may_search_for_a_rate_each_by_itself_before_they_train_together(tmp_path: Path) -> None:
     outcome = misbehave("searches a rate first", tmp_path, world=2)
-    assert outcome.is_done, outcome.said.detail
-    told = outcome.said.result
+    assert outcome.is_done, outcome.message.detail
+    told = outcome.message.result
     assert (told["wrapped"], told["optimizer"], told["others"]) == (True, "SGD", [])
 
 
 def test_a_batch_that_no_tensor_tells_is_the_one_that_was_asked_for(tmp_path: Path) -> None:
     search = QUICK.model_copy(update={"warmup_steps": 3})
     (outcome,) = profiled(MISBEHAVING, ("draws neighbours", str(BATCH)), tmp_path, search=search)
-    assert outcome.is_done, outcome.said.detail
-    assert outcome.said.result["forward_batch"] == 0
-    assert outcome.said.result["measurement"]["local_batch"] == BATCH
+    assert outcome.is_done, outcome.message.detail
+    assert outcome.message.result["forward_batch"] == 0
+    assert outcome.message.result["measurement"]["local_batch"] == BATCH
 
 
 @pytest.mark.parametrize(
@@ -245,9 +245,9 @@ def test_a_batch_that_no_tensor_tells_is_the_one_that_was_asked_for(tmp_path: Pa
 def test_what_is_kept_has_the_weights_and_what_the_optimizer_remembers(how: str, words: str, tmp_path: Path) -> None:
     world = 2 if how in ("keeps all on rank 0", "keeps a student", "keeps no weights") else 1
     outcome = misbehave(how, tmp_path, world)
-    assert outcome.is_done == (not words), outcome.said.detail
-    assert outcome.said.detail.startswith(words)
-    assert outcome.said.detail.endswith("keep both, the inner one first") == bool(words)
+    assert outcome.is_done == (not words), outcome.message.detail
+    assert outcome.message.detail.startswith(words)
+    assert outcome.message.detail.endswith("keep both, the inner one first") == bool(words)
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -295,7 +295,7 @@ def test_a_method_that_needs_the_communication_hook_is_refused_by_a_profile_wher
     tmp_path: Path,
 ) -> None:
     outcome = worst(profiled(MISBEHAVING, ("has a hook", str(BATCH)), tmp_path, 2, hooked_by="ags"))
-    assert outcome.said.detail.startswith('training.method: "ags" needs the communication hook')
+    assert outcome.message.detail.startswith('training.method: "ags" needs the communication hook')
 
 
 def test_a_script_that_divides_its_passes_among_its_workers_is_told_what_to_do(tmp_path: Path) -> None:
@@ -304,12 +304,12 @@ def test_a_script_that_divides_its_passes_among_its_workers_is_told_what_to_do(t
         for world in (1, 2)
     )
     assert alone.is_done
-    assert both.said.failure is Failure.BAD_INPUT
-    assert "takes 2 forward passes for an optimizer step, not 4; it seems to divide" in both.said.detail
-    assert "among its 2 workers: give {workers} to the argument that sets them" in both.said.detail
+    assert both.message.failure is Failure.BAD_INPUT
+    assert "takes 2 forward passes for an optimizer step, not 4; it seems to divide" in both.message.detail
+    assert "among its 2 workers: give {workers} to the argument that sets them" in both.message.detail
     (cut,) = profiled(MISBEHAVING, ("cuts its batch", str(BATCH)), tmp_path / "cut", accumulation=2)
-    assert "not 2; it cuts 8 samples by itself into passes of 2; keep to batches that it takes in" in cut.said.detail
-    batch = misbehave("divides its batch", tmp_path / "batch", world=2).said
+    assert "not 2; it cuts 8 samples by itself into passes of 2; keep to batches that it takes in" in cut.message.detail
+    batch = misbehave("divides its batch", tmp_path / "batch", world=2).message
     assert "asked for 4 samples a forward pass, Linear got 2: it divides its batch among its workers" in batch.detail
 
 
@@ -319,7 +319,7 @@ def test_workers_that_all_go_through_all_samples_are_told_from_those_that_share_
         folder = tmp_path / f"{how} {counts}"
         told = {"counts_epochs": counts, "counts_steps": not counts, "samples": 1000}
         outcome = worst(profiled(MISBEHAVING, (how, str(BATCH)), folder, 2, **told))
-        found[how, counts] = outcome.said
+        found[how, counts] = outcome.message
     assert [said.failure for said in found.values()] == [Failure.BAD_INPUT, None, None]
     said = found["shares no data", True]
     assert "each of its 2 workers goes through all 1,000 samples in an epoch" in said.detail
@@ -385,7 +385,7 @@ def test_the_worker_that_failed_first_explains_the_others(tmp_path: Path) -> Non
 
 
 def test_a_worker_that_ends_early_is_told_with_those_that_wait_for_it(tmp_path: Path) -> None:
-    said = misbehave("lets one end", tmp_path, 2).said
+    said = misbehave("lets one end", tmp_path, 2).message
     assert said.failure is Failure.BAD_INPUT
     assert said.detail.startswith("misbehaving.py ended before its first optimizer step; expected optimizer.step()")
     assert re.search(r"; that was rank 1, while rank 0 is at misbehaving.py:\d+, `", said.detail), said.detail
@@ -394,21 +394,23 @@ def test_a_worker_that_ends_early_is_told_with_those_that_wait_for_it(tmp_path: 
 def test_of_workers_that_lose_one_that_has_finished_the_number_of_batches_is_told() -> None:
     """As with shares of different sizes; trying again would end alike."""
     place = Place(file=MISBEHAVING, line=1, is_collective=True)
-    done = ProcessEnd(rank=0, said=Said(state="done", steps=33, result={"end": "exited"}), log="log")
-    failed = Said(state="failed", failure=Failure.KILLED, detail="lost a peer: Broken pipe", follows=True, at=place)
-    lost = ProcessEnd(rank=1, said=failed, log="log")
-    said = worst([done, lost]).said
+    done = ProcessEnd(rank=0, message=ProcessMessage(state="done", steps=33, result={"end": "exited"}), log="log")
+    failed = ProcessMessage(
+        state="failed", failure=Failure.KILLED, detail="lost a peer: Broken pipe", follows=True, at=place
+    )
+    lost = ProcessEnd(rank=1, message=failed, log="log")
+    said = worst([done, lost]).message
     assert said.failure is Failure.BAD_INPUT
     assert said.detail.startswith("rank 0 ended after 33 steps, while rank 1 is at misbehaving.py:1, `")
     assert said.detail.endswith("give each worker as many batches as the others, as DistributedSampler does")
     # one that was stopped is no reason
-    stopped = done.model_copy(update={"said": done.said.model_copy(update={"result": {"end": "stopped"}})})
-    assert worst([stopped, lost]).said.failure is Failure.KILLED
+    stopped = done.model_copy(update={"message": done.message.model_copy(update={"result": {"end": "stopped"}})})
+    assert worst([stopped, lost]).message.failure is Failure.KILLED
 
 
 def test_a_syntax_error_that_only_a_job_sees(tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text("import nothing_yet\nthis is no Python\n")
     outcome = misbehave("any", tmp_path, script=script)
-    assert outcome.said.failure is Failure.BAD_INPUT
-    assert "SyntaxError: invalid syntax (broken.py, line 2)" in outcome.said.detail
+    assert outcome.message.failure is Failure.BAD_INPUT
+    assert "SyntaxError: invalid syntax (broken.py, line 2)" in outcome.message.detail

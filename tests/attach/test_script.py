@@ -17,7 +17,7 @@ from tula_hpc.config import SweepSpec
 from tula_hpc.config.workload import PLACEHOLDERS
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.records import Configuration
-from tula_hpc.user_code import told
+from tula_hpc.user_code import describe_error
 
 MEETING = Meeting("node1", 12345, "abc", 0.0)
 
@@ -34,14 +34,14 @@ RUN = """
 try:
     script.run(home)
 except FileNotFoundError as error:
-    said = told(error)
+    said = describe_error(error)
 """
 
 
 def test_a_script_that_is_gone_fails_at_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", [])
     monkeypatch.setattr("sys.path", [*sys.path])
-    names = {"script": Script(tmp_path / "gone.py", None, ()), "home": tmp_path, "told": told}
+    names = {"script": Script(tmp_path / "gone.py", None, ()), "home": tmp_path, "describe_error": describe_error}
     exec(RUN, names)  # noqa: S102 # the text above
     assert str(names["said"]).endswith("/gone.py'")
 
@@ -49,7 +49,7 @@ def test_a_script_that_is_gone_fails_at_no_place(tmp_path: Path, monkeypatch: py
 def test_a_failure_of_a_library_that_a_hook_is_around_is_at_no_place_of_the_hook() -> None:
     library = SimpleNamespace(divide=operator.truediv)
     before([library], "divide", lambda: None)
-    names: dict[str, Any] = {"library": library, "told": told}
+    names: dict[str, Any] = {"library": library, "describe_error": describe_error}
     text = RUN.replace("script.run(home)", "library.divide(1, 0)").replace("FileNotFoundError", "ZeroDivisionError")
     exec(text, names)  # noqa: S102 # the text above
     assert names["said"] == "ZeroDivisionError: division by zero"

@@ -45,7 +45,7 @@ class Rounds(MeasuredSteps):
 
     def __init__(self, folder: Path) -> None:
         program = Script(folder / "train.py", None, ())
-        spec = ChildSpec(mode="profile", program=program, home=folder, said=folder / "said", parent=0)
+        spec = ChildSpec(mode="profile", program=program, home=folder, message_file=folder / "said", parent=0)
         super().__init__(spec, WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), False), "cpu")
         self.taken: list[float] = []
 
@@ -221,7 +221,7 @@ def test_noise_is_of_gradients_before_they_are_clipped(measured: Measurement) ->
 
 def test_the_workers_measured_the_same_steps(outcomes: list[ProcessEnd]) -> None:
     first, second = (measurement_of(outcome) for outcome in outcomes)
-    assert outcomes[0].said.steps == outcomes[1].said.steps
+    assert outcomes[0].message.steps == outcomes[1].message.steps
     assert first.memory == second.memory
     assert first.noise_terms == second.noise_terms
     assert first.steps == second.steps == 5
@@ -231,13 +231,13 @@ def test_a_script_notices_nothing(outcomes: list[ProcessEnd], folder: Path) -> N
     """Its rates follow its schedule, and its weights stay as they are."""
     lines = [line.split() for line in (folder / "work" / "steps-0.txt").read_text().splitlines()]
     rates = [float(rate) for rate, _ in lines]
-    assert len(rates) == outcomes[0].said.steps > 20
+    assert len(rates) == outcomes[0].message.steps > 20
     assert rates == pytest.approx([1e-3 * 0.5 ** (step // 10) for step in range(len(rates))])
     assert len({weights for _, weights in lines}) == 1
 
 
 def test_what_was_seen_is_told(outcomes: list[ProcessEnd]) -> None:
-    seen = outcomes[0].said.result
+    seen = outcomes[0].message.result
     assert {key: seen[key] for key in ("model", "optimizer", "accumulation", "forward_batch", "wrapped")} == {
         "model": "Sequential", "optimizer": "AdamW", "accumulation": 2, "forward_batch": 8, "wrapped": True,
     }  # fmt: skip
@@ -261,14 +261,14 @@ def test_data_that_are_made_for_all_steps_say_nothing_of_an_epoch(tmp_path: Path
     """As Megatron's, of train_iters times the global batch."""
     arguments = ("shares no data", "4", "--train-iters", str(steps))
     (outcome,) = profiled(SCRIPTS / "misbehaving.py", arguments, tmp_path, counts_steps=True)
-    assert (measurement_of(outcome).epoch_samples, outcome.said.result["samples"]) == (samples, samples)
+    assert (measurement_of(outcome).epoch_samples, outcome.message.result["samples"]) == (samples, samples)
 
 
 def test_loader_processes_are_seen(tmp_path: Path) -> None:
     arguments = ("--batch-size", "4", "--loaders", "2", "--epochs", "1000")
     (outcome,) = profiled(SCRIPTS / "plain.py", arguments, tmp_path)
     measured = measurement_of(outcome)
-    assert outcome.said.result["loader_workers"] == 2
+    assert outcome.message.result["loader_workers"] == 2
     # whole turns of the loader's processes
     assert measured.round_steps["step"] % 2 == 0
 

@@ -50,7 +50,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-class Told:
+class WatchedTraining:
     """A training of one worker that is told of steps, and never asked to stop."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Told:
         )  # fmt: skip
         said = folder / "said.json"
         spec = ChildSpec(
-            mode="train", program=Script(Path("x.py"), None, ()), home=folder, said=said, parent=0,
+            mode="train", program=Script(Path("x.py"), None, ()), home=folder, message_file=said, parent=0,
             settings=settings.model_dump(),
         )  # fmt: skip
         self.training = ScriptTraining(spec)
@@ -96,7 +96,7 @@ class Told:
 
 
 def test_epochs_end_with_their_last_whole_batch(tmp_path: Path, clock: Clock) -> None:
-    told = Told(tmp_path, clock, samples=29)
+    told = WatchedTraining(tmp_path, clock, samples=29)
     for _ in range(2 * 3):
         told.step()
     rows = told.metrics()
@@ -108,7 +108,7 @@ def test_steps_are_timed_on_the_gpu_of_the_model(tmp_path: Path, clock: Clock, m
     """A script that names its GPU may never set it: torch's own is another worker's then."""
     gpu, waited = torch.device("cuda", 1), list[torch.device]()
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    told = Told(tmp_path, clock, samples=29)
+    told = WatchedTraining(tmp_path, clock, samples=29)
     monkeypatch.setattr(told.training.hooks.inner_model, "parameters", lambda: iter([SimpleNamespace(device=gpu)]))
     for _ in range(3):
         told.step()
@@ -121,7 +121,7 @@ def test_layers_that_are_unfrozen_later_are_no_other_model(tmp_path: Path, clock
     for place, measured in enumerate((2, 6, 5)):
         folder = tmp_path / str(place)
         folder.mkdir()
-        told = Told(folder, clock, samples=29)
+        told = WatchedTraining(folder, clock, samples=29)
         model = torch.nn.Linear(2, 2)
         told.training.hooks.inner_model = model
         told.training.settings = told.training.settings.model_copy(update={"parameters": measured})
@@ -139,7 +139,7 @@ def test_layers_that_are_unfrozen_later_are_no_other_model(tmp_path: Path, clock
 
 def test_workers_agree_at_the_same_steps_wherever_each_sees_an_epoch_end(tmp_path: Path, clock: Clock) -> None:
     """One that has counted fewer samples comes to the end of an epoch a step later."""
-    told = Told(tmp_path, clock, samples=29)
+    told = WatchedTraining(tmp_path, clock, samples=29)
     for _ in range(2 * 3):
         told.step()
     assert told.training._agreement is not None
@@ -147,7 +147,7 @@ def test_workers_agree_at_the_same_steps_wherever_each_sees_an_epoch_end(tmp_pat
 
 
 def test_samples_of_an_evaluation_that_takes_gradients_are_none_of_an_epoch(tmp_path: Path, clock: Clock) -> None:
-    told = Told(tmp_path, clock, samples=29)
+    told = WatchedTraining(tmp_path, clock, samples=29)
     for step in range(2 * 3):
         told.step(idle=500 if step in {1, 3} else 0)
     assert [(row.epoch, row.step, row.samples_seen) for row in told.metrics().epochs] == [(1, 3, 24), (2, 6, 48)]
@@ -155,7 +155,7 @@ def test_samples_of_an_evaluation_that_takes_gradients_are_none_of_an_epoch(tmp_
 
 def test_passes_that_become_more_are_all_counted(tmp_path: Path, clock: Clock) -> None:
     """As of a script that accumulates gradients over more of them in its later epochs."""
-    told = Told(tmp_path, clock, samples=32)
+    told = WatchedTraining(tmp_path, clock, samples=32)
     for parts in (1, 2, 4):
         for _ in range(4 // parts):
             # as of a policy that acts before it is trained
@@ -168,7 +168,7 @@ def test_passes_that_become_more_are_all_counted(tmp_path: Path, clock: Clock) -
 
 
 def test_all_passes_of_a_first_step_count_though_the_model_was_not_known_before(tmp_path: Path, clock: Clock) -> None:
-    told = Told(tmp_path, clock, samples=16)
+    told = WatchedTraining(tmp_path, clock, samples=16)
     # of the first of its two parts
     told.training.hooks.backward.count = 1
     told.step(4)
@@ -180,7 +180,7 @@ def test_all_passes_of_a_first_step_count_though_the_model_was_not_known_before(
 def test_steps_to_find_a_rate_are_none_and_those_after_the_last_epoch_do_not_count(
     tmp_path: Path, clock: Clock
 ) -> None:
-    told = Told(tmp_path, clock, samples=32)
+    told = WatchedTraining(tmp_path, clock, samples=32)
     told.training.settings = told.training.settings.model_copy(update={"epochs": 2})
     for _ in range(2):
         told.step()
@@ -198,7 +198,7 @@ def test_steps_to_find_a_rate_are_none_and_those_after_the_last_epoch_do_not_cou
 
 
 def test_a_shorter_batch_is_the_last_of_its_epoch(tmp_path: Path, clock: Clock) -> None:
-    told = Told(tmp_path, clock, samples=29)
+    told = WatchedTraining(tmp_path, clock, samples=29)
     for _ in range(2):
         for samples in (8, 8, 8, 5):
             told.step(samples)
@@ -208,7 +208,7 @@ def test_a_shorter_batch_is_the_last_of_its_epoch(tmp_path: Path, clock: Clock) 
 
 def test_a_step_over_the_end_of_a_pass_belongs_to_both_epochs(tmp_path: Path, clock: Clock) -> None:
     """As of a script that takes two batches for a step from a loader that begins again and again."""
-    told = Told(tmp_path, clock, samples=18)
+    told = WatchedTraining(tmp_path, clock, samples=18)
     loader = DataLoader(TensorDataset(torch.zeros(18)), batch_size=4)
     passes = iter([4, 4, 4, 4, 2] * 2)
     for _ in range(5):
@@ -227,7 +227,7 @@ def test_a_step_over_the_end_of_a_pass_belongs_to_both_epochs(tmp_path: Path, cl
 
 
 def test_of_a_stream_the_sweep_says_how_long_an_epoch_is(tmp_path: Path, clock: Clock) -> None:
-    told = Told(tmp_path, clock, samples=16)
+    told = WatchedTraining(tmp_path, clock, samples=16)
     stream = iter(DataLoader(Streamed(TensorDataset(torch.zeros(64))), batch_size=8))
     for _ in range(4):
         told.training.hooks.next_batch(stream, torch.zeros(8))
@@ -240,7 +240,7 @@ def test_a_step_over_the_end_of_an_epoch_is_of_both_where_the_pass_goes_on(
     tmp_path: Path, clock: Clock, begins_anew: bool
 ) -> None:
     """As of a sampler without an end; of a stream that begins anew the rest is no other epoch's."""
-    told = Told(tmp_path, clock, samples=20)
+    told = WatchedTraining(tmp_path, clock, samples=20)
     data = Streamed(TensorDataset(torch.zeros(64)))
     stream = iter(DataLoader(data, batch_size=8))
     for step in range(10):
@@ -255,7 +255,7 @@ def test_a_step_over_the_end_of_an_epoch_is_of_both_where_the_pass_goes_on(
 
 def test_epochs_of_a_script_that_is_told_its_steps_are_those_of_the_plan(tmp_path: Path, clock: Clock) -> None:
     """Full batches alone leave out four of 20 samples in a pass, which add up to further steps and passes."""
-    told = Told(tmp_path, clock, samples=20, counts_steps=True)
+    told = WatchedTraining(tmp_path, clock, samples=20, counts_steps=True)
     loader = DataLoader(TensorDataset(torch.zeros(20)), batch_size=8, drop_last=True)
     for _ in range(5):
         batches = iter(loader)
@@ -269,7 +269,7 @@ def test_epochs_of_a_script_that_is_told_its_steps_are_those_of_the_plan(tmp_pat
 
 def test_a_script_that_halves_its_batch_goes_on_with_its_epochs(tmp_path: Path, clock: Clock) -> None:
     """As one that trains on larger images later."""
-    told = Told(tmp_path, clock, samples=32)
+    told = WatchedTraining(tmp_path, clock, samples=32)
     for samples in (8, *[4] * 2):
         for _ in range(32 // samples):
             told.step(samples)
@@ -282,7 +282,7 @@ def test_a_loader_that_gives_out_a_shorter_batch_ends_the_epoch_with_it(
     tmp_path: Path, clock: Clock, said: int
 ) -> None:
     """Even if the sweep says that there are some more."""
-    told = Told(tmp_path, clock, samples=said)
+    told = WatchedTraining(tmp_path, clock, samples=said)
     loader = iter(DataLoader(TensorDataset(torch.zeros(29)), batch_size=8))
     for _ in range(2):
         for samples in (8, 8, 8, 5):
@@ -296,7 +296,7 @@ def test_a_loader_that_gives_out_a_shorter_batch_ends_the_epoch_with_it(
 
 
 def test_an_epoch_takes_its_steps_and_waits_but_no_evaluation(tmp_path: Path, clock: Clock) -> None:
-    told = Told(tmp_path, clock, samples=32)
+    told = WatchedTraining(tmp_path, clock, samples=32)
     for _ in range(2):
         told.step(parts=2)
         told.step()
@@ -310,7 +310,7 @@ def test_an_epoch_takes_its_steps_and_waits_but_no_evaluation(tmp_path: Path, cl
 
 
 def test_an_epoch_of_a_first_step_alone_has_no_time(tmp_path: Path, clock: Clock) -> None:
-    told = Told(tmp_path, clock, samples=8)
+    told = WatchedTraining(tmp_path, clock, samples=8)
     told.step()
     told.step()
     rows = told.metrics().epochs
@@ -319,7 +319,7 @@ def test_an_epoch_of_a_first_step_alone_has_no_time(tmp_path: Path, clock: Clock
 
 
 def test_an_evaluation_after_each_epoch_is_none_of_its_step_however_few_it_has(tmp_path: Path, clock: Clock) -> None:
-    told = Told(tmp_path, clock, samples=8)
+    told = WatchedTraining(tmp_path, clock, samples=8)
     loader = iter(DataLoader(TensorDataset(torch.zeros(8)), batch_size=8))
     for _ in range(30):
         told.training.loading_begins(loader)
@@ -328,14 +328,14 @@ def test_an_evaluation_after_each_epoch_is_none_of_its_step_however_few_it_has(t
 
 
 def test_passes_without_gradients_at_every_step_are_a_part_of_it(tmp_path: Path, clock: Clock) -> None:
-    told = Told(tmp_path, clock, samples=30 * 8)
+    told = WatchedTraining(tmp_path, clock, samples=30 * 8)
     for _ in range(30):
         told.step(evaluated_s=2.0)
     assert told.metrics().steps[-1].step_time_s == pytest.approx(STEP_S + WAIT_S + 2.0)
 
 
 def test_a_pass_without_gradients_within_a_step_is_no_pause(tmp_path: Path, clock: Clock) -> None:
-    told = Told(tmp_path, clock, samples=6 * 8)
+    told = WatchedTraining(tmp_path, clock, samples=6 * 8)
     for _ in range(3):
         told.step()
         told.training.forward_begins(8)
@@ -348,7 +348,7 @@ def test_a_pass_without_gradients_within_a_step_is_no_pause(tmp_path: Path, cloc
 
 
 def test_what_a_loader_takes_is_waiting_and_the_rest_of_a_gap_is_not(tmp_path: Path, clock: Clock) -> None:
-    told = Told(tmp_path, clock, samples=4 * 8)
+    told = WatchedTraining(tmp_path, clock, samples=4 * 8)
     told.step()
     # of an evaluation
     told.training.batch_loaded(None, 50.0)
@@ -368,7 +368,7 @@ def test_what_a_loader_takes_is_waiting_and_the_rest_of_a_gap_is_not(tmp_path: P
 
 
 def test_what_an_epoch_does_beside_its_steps_stands_in_its_line(tmp_path: Path, clock: Clock) -> None:
-    told = Told(tmp_path, clock, samples=16)
+    told = WatchedTraining(tmp_path, clock, samples=16)
     for _ in range(2):
         told.step()
         # within the epoch, and after it
@@ -388,7 +388,7 @@ def test_what_an_epoch_does_beside_its_steps_stands_in_its_line(tmp_path: Path, 
 
 
 def test_a_loss_that_is_reported_within_a_step_is_of_its_epoch(tmp_path: Path, clock: Clock) -> None:
-    told = Told(tmp_path, clock, samples=8)
+    told = WatchedTraining(tmp_path, clock, samples=8)
     for loss in (3.0, 2.0, 1.0):
         told.training.forward_begins(8)
         told.training.report({"train_loss": loss})
@@ -398,7 +398,7 @@ def test_a_loss_that_is_reported_within_a_step_is_of_its_epoch(tmp_path: Path, c
 
 @pytest.mark.parametrize("parts", [1, 0], ids=["seen", "a first pass that nobody saw"])
 def test_a_start_lasts_until_the_end_of_the_first_step(tmp_path: Path, clock: Clock, parts: int) -> None:
-    told = Told(tmp_path, clock, samples=16)
+    told = WatchedTraining(tmp_path, clock, samples=16)
     clock.now += 30.0
     told.step(parts=parts)
     told.step()
@@ -408,7 +408,7 @@ def test_a_start_lasts_until_the_end_of_the_first_step(tmp_path: Path, clock: Cl
 
 
 def test_a_start_after_others_adds_to_them(tmp_path: Path, clock: Clock) -> None:
-    told = Told(tmp_path, clock, samples=16)
+    told = WatchedTraining(tmp_path, clock, samples=16)
     told.training.progress.starts_s = 40.0
     told.training.progress.started_at = 7.0
     told.step()
@@ -417,7 +417,7 @@ def test_a_start_after_others_adds_to_them(tmp_path: Path, clock: Clock) -> None
 
 
 def test_scores_are_of_the_epoch_that_was_over(tmp_path: Path, clock: Clock) -> None:
-    told = Told(tmp_path, clock, samples=16)
+    told = WatchedTraining(tmp_path, clock, samples=16)
     for accuracy in (50.0, 0.6):
         told.step()
         told.training.report({"test_accuracy": accuracy, "test_loss": float("nan"), "other": 1.0})
@@ -427,7 +427,7 @@ def test_scores_are_of_the_epoch_that_was_over(tmp_path: Path, clock: Clock) -> 
 
 
 def test_scores_after_the_last_epoch_are_added_to_it(tmp_path: Path, clock: Clock) -> None:
-    told = Told(tmp_path, clock, samples=8)
+    told = WatchedTraining(tmp_path, clock, samples=8)
     told.training.add_to_last_epoch()
     for _ in range(2):
         told.step()
@@ -440,7 +440,7 @@ def test_scores_after_the_last_epoch_are_added_to_it(tmp_path: Path, clock: Cloc
 
 
 def test_another_model_than_was_measured_is_refused(tmp_path: Path, clock: Clock) -> None:
-    told = Told(tmp_path, clock, samples=16)
+    told = WatchedTraining(tmp_path, clock, samples=16)
     told.training.settings = told.training.settings.model_copy(update={"parameters": 7})
     told.training.hooks.inner_model = torch.nn.Linear(2, 2)
     with pytest.raises(InputError, match="6 parameters now, 7 when it was measured"):
@@ -448,7 +448,7 @@ def test_another_model_than_was_measured_is_refused(tmp_path: Path, clock: Clock
 
 
 def test_a_pass_that_leads_to_no_gradient_is_none_of_the_steps_samples(tmp_path: Path, clock: Clock) -> None:
-    told = Told(tmp_path, clock, samples=16)
+    told = WatchedTraining(tmp_path, clock, samples=16)
     for _ in range(2):
         told.training.forward_begins(3)
         told.training.pass_unused(3)
@@ -457,7 +457,7 @@ def test_a_pass_that_leads_to_no_gradient_is_none_of_the_steps_samples(tmp_path:
 
 
 def test_what_a_policy_does_before_its_loader_begins_is_carried_to_no_epoch(tmp_path: Path, clock: Clock) -> None:
-    told = Told(tmp_path, clock, samples=32)
+    told = WatchedTraining(tmp_path, clock, samples=32)
     for _ in range(8):
         for _ in range(2):
             told.training.forward_begins(8)
@@ -472,7 +472,7 @@ def test_what_a_policy_does_before_its_loader_begins_is_carried_to_no_epoch(tmp_
 
 
 def test_of_a_model_with_frozen_layers_those_that_are_trained_count(tmp_path: Path, clock: Clock) -> None:
-    told = Told(tmp_path, clock, samples=16)
+    told = WatchedTraining(tmp_path, clock, samples=16)
     told.training.settings = told.training.settings.model_copy(update={"parameters": 4})
     assert told.training.hooks.inner_model is not None
     told.training.hooks.inner_model.bias.requires_grad = False
@@ -494,7 +494,7 @@ def test_steps_that_depart_from_the_plan_are_told_and_their_end_as_well(
     settings = DriftSettings(
         prediction=(planned_s, 0.9 * planned_s, 1.1 * planned_s), window_s=1.0, expected=expected, configuration=AT
     )
-    told = Told(tmp_path, clock, 8 * 1000, settings)
+    told = WatchedTraining(tmp_path, clock, 8 * 1000, settings)
     for _ in range(60):
         told.step()
     (event,) = (each for each in told.run.events() if each.event == "drifted")

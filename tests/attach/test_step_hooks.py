@@ -32,7 +32,7 @@ from tula_hpc.batches import LoaderPass, samples_in
 MOST_CALLS = 30
 
 
-class Told(Listener):
+class Recorder(Listener):
     """Writes down what it is told."""
 
     def __init__(self) -> None:
@@ -835,7 +835,7 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
 
 
 def tell(case: str, rank: int, folder: Path) -> None:
-    listener = Told()
+    listener = Recorder()
     Hooks(listener).install()
     CASES[case][0]()
     (folder / "told.json").write_text(json.dumps(listener.told))
@@ -930,7 +930,7 @@ class Around(nn.Module):
 
 
 def copied(rank: int, folder: Path) -> None:
-    listener = Told()
+    listener = Recorder()
     Hooks(listener).install()
     model, optimizer = known()
     copies = [copy.deepcopy(model)]
@@ -968,7 +968,7 @@ def test_where_time_comes_first_samples_are_as_many_as_were_asked_for(asked: Any
 
 
 def count_around(rank: int, folder: Path) -> None:
-    hooks = Hooks(Told(), "Around").install()
+    hooks = Hooks(Recorder(), "Around").install()
     model, other = Around(), nn.Linear(4, 9)
     for each in (other, model):
         optimizer = torch.optim.SGD(each.parameters(), 0.1)

@@ -80,7 +80,7 @@ class Watch:
         )  # fmt: skip
         report = run.root / "said.json"
         spec = ChildSpec(
-            mode="train", program=Script(Path("x.py"), None, ()), home=folder, said=report, parent=0, rank=rank,
+            mode="train", program=Script(Path("x.py"), None, ()), home=folder, message_file=report, parent=0, rank=rank,
             world_size=workers, settings=own_settings.model_dump(),
         )  # fmt: skip
         self.plain = dataloader._BaseDataLoaderIter.__next__

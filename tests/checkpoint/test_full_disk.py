@@ -26,7 +26,7 @@ from tula_hpc.config import ClusterSpec
 from tula_hpc.errors import CheckpointError, RunDirectoryError, StorageError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.files import full_disk
-from tula_hpc.launch.diagnosis import telling_line
+from tula_hpc.launch.diagnosis import informative_line
 from tula_hpc.launch.job_files import Submitted
 from tula_hpc.launch.launcher import Launcher
 from tula_hpc.records import Event, RunDirectory, append_record, read_records, write_atomically
@@ -251,7 +251,7 @@ def test_a_job_whose_log_breaks_off_on_a_full_disk_is_said_to_have_had_no_space(
     fill(small_disk)
     end = launcher.wait([job])[0]
     assert end.failure is Failure.NO_SPACE
-    assert telling_line(end.log_tail).endswith("No space left on device; make space there or have the quota raised")
+    assert informative_line(end.log_tail).endswith("No space left on device; make space there or have the quota raised")
 
 
 def test_a_command_on_a_full_disk_says_so_and_later_goes_on(

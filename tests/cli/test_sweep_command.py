@@ -23,7 +23,7 @@ from tests.run_factory import EPOCHS, make_run, write_training
 from tula_hpc.cli.changed_inputs import freeze
 from tula_hpc.config import PUT_BACK, ClusterSpec, SweepSpec, load_cluster, load_sweep
 from tula_hpc.errors import InputError, TrialError
-from tula_hpc.files import PLAN_ALONE
+from tula_hpc.files import PLAN_WITHOUT_MEASUREMENTS
 from tula_hpc.formatting import command_line, format_duration
 from tula_hpc.records import Footprint, JobNote, RunDirectory, append_record
 from tula_hpc.stages.batches_that_fit import Estimate
@@ -1217,7 +1217,7 @@ def test_a_plan_without_its_measurements_is_said_before_they_are_made_again(
     monkeypatch.setattr("tula_hpc.cli.pipeline.profile_stage", interrupted)
     with pytest.raises(KeyboardInterrupt):
         carry_out(Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run), "plan")
-    assert f"warning: {PLAN_ALONE}: everything is measured and planned anew" in capsys.readouterr().err
+    assert f"warning: {PLAN_WITHOUT_MEASUREMENTS}: everything is measured and planned anew" in capsys.readouterr().err
 
 
 def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(

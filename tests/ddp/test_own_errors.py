@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp.device_errors import broken_device
-from tula_hpc.ddp.own_errors import telling_own_mistakes
+from tula_hpc.ddp.own_errors import explaining_own_mistakes
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import DeviceError, InputError, PreemptedError
 from tula_hpc.failure_kinds import Failure
-from tula_hpc.launch.diagnosis import classify, telling_line
+from tula_hpc.launch.diagnosis import classify, informative_line
 from tula_hpc.records import Configuration
 from tula_hpc.user_code import _CALLERS, blamed
 
@@ -72,7 +72,7 @@ def step(spec: SweepSpec, where: str, error: Exception) -> None:
     worker = Worker(spec, ClusterSpec(), Configuration(1, 1, 8), ALONE)
     inputs, targets = next(worker.batches())
     RAISED[where] = error
-    with telling_own_mistakes(spec.workload):
+    with explaining_own_mistakes(spec.workload):
         worker.score(inputs, targets) if where == "metric" else worker.train_step(inputs, targets)
 
 
@@ -95,7 +95,7 @@ def test_a_label_beyond_the_scores_is_told_with_the_loss_that_fails_of_it(label:
     # what torch leaves out is no mistake
     RAISED["loss"] = IndexError("Target is out of bounds.")
     said = r"workload.loss: \S+ failed: IndexError: "
-    with pytest.raises(InputError, match=said) as raised, telling_own_mistakes(spec.workload):
+    with pytest.raises(InputError, match=said) as raised, explaining_own_mistakes(spec.workload):
         worker.train_step(inputs, targets)
     hint = (
         f"; a sample has label {label}, and the model gives scores for labels 0 to 9: correct the data set's labels"
@@ -109,7 +109,7 @@ def test_the_end_of_such_a_job_is_the_users_and_the_log_says_the_sentence() -> N
         'Traceback (most recent call last):\n  File "x.py", line 3\ntula_hpc.errors.InputError: workload.loss: f: no\n'
     )
     assert classify([], log) is Failure.BAD_INPUT
-    assert telling_line(log) == "workload.loss: f: no"
+    assert informative_line(log) == "workload.loss: f: no"
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_signal_while_the_users_function_runs_is_no_mistake_of_it(error: Excep
 def test_a_shipped_model_is_not_the_users_own() -> None:
     spec = spec_of(model="squeezenet1_1", loss=None, metric=None)
     worker: Any = Worker(spec, ClusterSpec(), Configuration(1, 1, 8), ALONE)
-    with pytest.raises(RuntimeError), telling_own_mistakes(spec.workload):
+    with pytest.raises(RuntimeError), explaining_own_mistakes(spec.workload):
         worker.train_step(torch.zeros(8, 5, 8, 8), torch.zeros(8, dtype=torch.long))
 
 
@@ -152,7 +152,7 @@ def test_a_layer_of_torch_in_an_own_model_is_the_users_too() -> None:
     RAISED.clear()
     worker: Any = Worker(spec, ClusterSpec(), Configuration(1, 1, 8), ALONE)
     said = rf"workload.model: {__name__}:moody failed: RuntimeError: .*mat1 and mat2"
-    with pytest.raises(InputError, match=said), telling_own_mistakes(spec.workload):
+    with pytest.raises(InputError, match=said), explaining_own_mistakes(spec.workload):
         worker.train_step(torch.zeros(8, 3, 9, 9), torch.zeros(8, dtype=torch.long))
 
 

@@ -18,7 +18,7 @@ from tests.forked_jobs import forking_jobs
 from tula_hpc.config import ClusterSpec
 from tula_hpc.env import CONTROLLER, SETUP_FAILED, SETUP_WORDS
 from tula_hpc.errors import LaunchError, PreemptedError
-from tula_hpc.launch.diagnosis import telling_line
+from tula_hpc.launch.diagnosis import informative_line
 from tula_hpc.launch.job_files import (
     SETUP_FILE,
     WHAT_TO_DO,
@@ -149,7 +149,7 @@ def test_a_job_on_this_machine_refuses_a_pickle_that_was_not_submitted(tmp_path:
         exchange(job.folder, f"0-{job.job_id}.pkl", pickle.dumps(Hostile(tmp_path / "hostile")))
         go.touch()
         (ended,) = launcher.wait([job])
-    told = telling_line(ended.log_tail)
+    told = informative_line(ended.log_tail)
     assert told.startswith(f"{job.folder / f'0-{job.job_id}.pkl'}: ")
     assert WHAT_TO_DO in told or "SHA-256" in told
     assert not (tmp_path / "hostile").exists()
@@ -197,7 +197,7 @@ def test_a_setup_command_that_fails_is_named_in_the_log_without_its_arguments(
     assert [line for line in said.splitlines() if SETUP_WORDS in line] == [sentence]
     assert (tmp_path / "kept").read_text() == f"{sentence}, `false …` with 1"
     assert (
-        telling_line(f"{said}\nTraceback:\n  File\nImportError: no libx")
+        informative_line(f"{said}\nTraceback:\n  File\nImportError: no libx")
         == f"ImportError: no libx; before that, {sentence}"
     )
 

@@ -194,7 +194,7 @@ def test_the_user_hears_of_a_command_that_has_not_answered_for_long(
     commands: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     put_commands(commands, "a child without end")
-    monkeypatch.setattr(bounded_command, "TOLD_AFTER_S", 0.05)
+    monkeypatch.setattr(bounded_command, "NOTICE_AFTER_S", 0.05)
     with pytest.raises(LaunchError):
         slurm.own_jobs()
     assert capsys.readouterr().err == "squeue has not answered for 0.05 s; still waiting\n"

@@ -19,7 +19,7 @@ from tula_hpc.errors import (
 )
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch import slurm
-from tula_hpc.launch.diagnosis import classify, complaining_nodes, telling_line, without_chatter
+from tula_hpc.launch.diagnosis import classify, complaining_nodes, informative_line, without_chatter
 from tula_hpc.launch.slurm import JobState, StepState, is_submit_limit, is_unanswered
 
 NCCL = "[PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: "
@@ -356,7 +356,7 @@ def test_who_finds_no_controller_hears_which_configuration_was_used(
     ],
 )
 def test_a_log_is_told_by_the_line_that_says_most(log: str, line: str) -> None:
-    assert telling_line(log) == line
+    assert informative_line(log) == line
 
 
 def test_what_submitit_writes_around_every_job_is_left_out() -> None:
@@ -369,4 +369,4 @@ def test_what_submitit_writes_around_every_job_is_left_out() -> None:
     log = "\n".join([*around[:2], f"{FRAME}KeyError: 'x'", told, around[2]])
     assert without_chatter(log) == f"{FRAME}KeyError: 'x'\n{told}"
     assert without_chatter("\n".join(around)) == ""
-    assert telling_line("\n".join(around)) == "its log does not say why"
+    assert informative_line("\n".join(around)) == "its log does not say why"

@@ -17,7 +17,7 @@ from tests.launch.test_launch import launcher, processes_of, sleeper
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import join_job
 from tula_hpc.failure_kinds import Failure
-from tula_hpc.launch.diagnosis import telling_line
+from tula_hpc.launch.diagnosis import informative_line
 from tula_hpc.launch.job_files import Submitted
 from tula_hpc.launch.job_specs import ProfileJob, TrainJob
 from tula_hpc.launch.launcher import Ended, Launcher
@@ -202,6 +202,8 @@ def test_a_worker_that_has_raised_is_gone_whatever_its_threads_do(tmp_path: Path
     run = RunDirectory(tmp_path / "run").create()
     end = end_of_lingering_worker(run, "train", {"LINGERS": "thread", "RAISES": "KeyError"}, 1)
     assert end.failure is Failure.BAD_INPUT
-    assert telling_line(end.log_tail).startswith("workload.model: tests.examples.lingering:build failed: KeyError: ")
+    assert informative_line(end.log_tail).startswith(
+        "workload.model: tests.examples.lingering:build failed: KeyError: "
+    )
     assert "Traceback (most recent call last)" in log_of_second_worker(end)
     assert "KeyError: 'of rank 1'" in log_of_second_worker(end)

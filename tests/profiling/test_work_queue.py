@@ -16,7 +16,7 @@ from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch.job_specs import ProfileJob
 from tula_hpc.profiling.work_queue import WorkQueue, ask_search
 from tula_hpc.records import Configuration, JobNote, append_record, notes_file, rank_file, read_records
-from tula_hpc.stages.profile import died_of
+from tula_hpc.stages.profile import blamed_configuration
 
 LIST = (Configuration(2, 1, 8), Configuration(2, 1, 64))
 MORE = [Configuration(1, 1, 16), Configuration(2, 1, 16), Configuration(4, 1, 16)]
@@ -122,12 +122,13 @@ def test_a_job_that_cannot_ask_for_a_scripts_passes_fails_by_its_first_configura
     of = job(tmp_path)
     with pytest.raises(StageError, match="no"):
         work_off(of, answers())
-    assert died_of(LIST, of.output) == LIST[0]
+    assert blamed_configuration(LIST, of.output) == LIST[0]
 
 
 def test_nothing_is_begun_that_the_time_limit_would_cut(tmp_path: Path) -> None:
     assert work_off(job(tmp_path, minutes=1), answers(MORE), elapsed_s=40.0) == [LIST[0]]
-    assert died_of(LIST, tmp_path / "n2-0.jsonl") is None  # the rest is proposed again, not held against the job
+    # the rest is proposed again, not held against the job
+    assert blamed_configuration(LIST, tmp_path / "n2-0.jsonl") is None
     (tmp_path / "long").mkdir()
     assert work_off(job(tmp_path / "long", minutes=1), answers(MORE), elapsed_s=30.0) == [*LIST, MORE[1]]
 
@@ -147,7 +148,7 @@ def killed_after(of: ProfileJob, steps: int) -> Configuration | None:
             configuration = queue.next()
             if configuration is not None and step < steps - 1:
                 finish(of, configuration)
-    return died_of(LIST, of.output)
+    return blamed_configuration(LIST, of.output)
 
 
 @pytest.mark.parametrize(("steps", "blamed"), [(0, LIST[0]), (1, LIST[0]), (2, LIST[1]), (3, MORE[1]), (4, None)])
@@ -158,21 +159,21 @@ def test_a_kill_is_held_against_what_was_being_measured(
 
 
 def test_a_job_that_left_no_notes_is_held_against_the_first_of_its_list(tmp_path: Path) -> None:
-    assert died_of(LIST, tmp_path / "none.jsonl") == LIST[0]
+    assert blamed_configuration(LIST, tmp_path / "none.jsonl") == LIST[0]
 
 
 def test_an_out_of_memory_that_a_worker_recorded_needs_no_second_record(tmp_path: Path) -> None:
     of = job(tmp_path)
     WorkQueue(of, RANK_0).next()
     append_record(rank_file(of.output, 1), measurement(LIST[0], status="oom"))
-    assert died_of(LIST, of.output) is None
+    assert blamed_configuration(LIST, of.output) is None
 
 
 def test_a_death_that_is_on_record_is_held_against_nothing_else(tmp_path: Path) -> None:
     """The command that had written it down was killed before it noted that the job's end was seen to."""
     of = job(tmp_path)
     append_record(of.output, measurement(LIST[0], status="failed", failure=Failure.BUG))
-    assert died_of(LIST, of.output) is None
+    assert blamed_configuration(LIST, of.output) is None
 
 
 def test_a_requeued_job_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -203,7 +204,7 @@ def test_a_job_that_was_killed_between_two_configurations_is_held_against_neithe
     of = job(tmp_path)
     assert WorkQueue(of, RANK_0).next() == LIST[0]
     finish(of, LIST[0])
-    assert died_of(LIST, of.output) is None
+    assert blamed_configuration(LIST, of.output) is None
 
 
 def test_on_this_machine_no_warning_before_the_time_limit_is_waited_for(tmp_path: Path) -> None:

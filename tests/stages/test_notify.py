@@ -11,9 +11,9 @@ from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import unix_time
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.records import RunDirectory
-from tula_hpc.stages import notify
+from tula_hpc.stages import notify as notifications
 from tula_hpc.stages.context import Sweep
-from tula_hpc.stages.notify import tell, tell_news
+from tula_hpc.stages.notify import notify, notify_of_news
 
 
 def sweep_with(folder: Path, command: str | None = None) -> Sweep:
@@ -34,7 +34,7 @@ def test_the_news_of_a_training_are_told_once_each_also_by_another_command(tmp_p
     time.sleep(0.01)
     sweep = sweep_with(tmp_path)
     run.log_event("submitted", "train", job_id="2", data={"label": "main"})
-    tell_news(sweep, running=1)
+    notify_of_news(sweep, running=1)
     run.log_event("preempted", "train", job_id="2", detail="stop requested (USR2); saved at step 40")
     run.log_event("failed", "train", job_id="2", detail="requeue refused: no")
     data = {"label": "main"}
@@ -43,7 +43,7 @@ def test_the_news_of_a_training_are_told_once_each_also_by_another_command(tmp_p
         run.log_event("submitted", "train", job_id="3", data={"label": label})
         run.log_event("finished", "train", job_id="3", detail="64.5 % test accuracy")
     for command in (sweep, sweep, sweep_with(tmp_path)):
-        tell_news(command, running=0)
+        notify_of_news(command, running=0)
     assert [line.rpartition("|")[0] for line in told(tmp_path)] == [
         "training_started|x: the training runs",
         "training_preempted|x: stop requested (USR2); saved at step 40",
@@ -58,18 +58,18 @@ def test_the_end_of_a_stage_is_told_again_only_after_further_jobs(tmp_path: Path
     for job_id in ("1", "2"):
         sweep.run.log_event("submitted", "profile", job_id=job_id)
         for _ in range(2):
-            tell(sweep, "stage_ended", "profiling is done", "profile")
+            notify(sweep, "stage_ended", "profiling is done", "profile")
     assert len(told(tmp_path)) == 2
 
 
 def test_what_happened_is_data_to_the_shell(tmp_path: Path) -> None:
     """And the command is no argument, which everybody on the machine could read."""
     hostile = f'"; touch {tmp_path}/made; $(touch {tmp_path}/made) `touch {tmp_path}/made`\x1b[2J'
-    tell(sweep_with(tmp_path), "sweep_failed", f"{hostile}\nand more")
+    notify(sweep_with(tmp_path), "sweep_failed", f"{hostile}\nand more")
     (line,) = told(tmp_path)
     assert line.split("|")[1] == "x: " + hostile.replace("\x1b", "\\x1b")
     assert not (tmp_path / "made").exists()
-    assert str(tmp_path) not in " ".join(notify.SHELL)
+    assert str(tmp_path) not in " ".join(notifications.SHELL)
 
 
 @pytest.mark.parametrize(
@@ -84,10 +84,10 @@ def test_what_happened_is_data_to_the_shell(tmp_path: Path) -> None:
 def test_a_command_that_fails_or_hangs_is_said_once_and_changes_nothing(
     tmp_path: Path, command: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notify, "TIME_LIMIT_S", 0.2)
+    monkeypatch.setattr(notifications, "TIME_LIMIT_S", 0.2)
     sweep = sweep_with(tmp_path, command)
-    tell(sweep, "stage_ended", "planned", "plan")
-    tell(sweep, "sweep_ended", "done")
+    notify(sweep, "stage_ended", "planned", "plan")
+    notify(sweep, "sweep_ended", "done")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: on_event, for stage_ended: ")
     assert words in line
@@ -96,6 +96,6 @@ def test_a_command_that_fails_or_hangs_is_said_once_and_changes_nothing(
 
 def test_without_the_key_nothing_is_kept(tmp_path: Path) -> None:
     sweep = sweep_with(tmp_path)._replace(cluster=ClusterSpec())
-    tell(sweep, "sweep_ended", "done")
-    tell_news(sweep, running=1)
-    assert not sweep.run.told_file.exists()
+    notify(sweep, "sweep_ended", "done")
+    notify_of_news(sweep, running=1)
+    assert not sweep.run.notifications_file.exists()

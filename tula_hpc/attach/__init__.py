@@ -40,7 +40,7 @@ def be_around(around: Keeper) -> None:
     _around = around
 
 
-def tell_epochs(then: Callable[[], None]) -> None:
+def watch_epochs(then: Callable[[], None]) -> None:
     """Call `then` at the beginning of each of the script's epochs, where there is no keeper."""
     global _at_epoch  # noqa: PLW0603 - see above
     _at_epoch = then

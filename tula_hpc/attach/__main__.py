@@ -228,22 +228,22 @@ def _look(
         mode="look",
         program=script,
         home=Path.cwd(),
-        said=folder / "first.said",
+        message_file=folder / "first.said",
         parent=os.getpid(),
         device=device,
         counted_model=counted,
     )
     outcome = _run_script(spec, SearchSpec(), folder / "first")
-    if shorter := outcome.said.result.get("search"):
-        steps = plural(outcome.said.steps, "step")
-        if others := outcome.said.result["others"]:
+    if shorter := outcome.message.result.get("search"):
+        steps = plural(outcome.message.steps, "step")
+        if others := outcome.message.result["others"]:
             steps += f" and others of {', '.join(others)}, which do not count"
         sys.stderr.write(f"it ended after {steps}; running it again to measure fewer of them ...\n")
         outcome = _run_script(spec, SearchSpec.model_validate(shorter), folder / "again")
     if not outcome.is_done:
         sys.stderr.write(end_of(Path(outcome.log)))
         return error_of(outcome, "")
-    return {**outcome.said.result, "device": device}
+    return {**outcome.message.result, "device": device}
 
 
 def _run_script(spec: ChildSpec, search: SearchSpec, folder: Path) -> ProcessEnd:
@@ -267,7 +267,10 @@ def _run_script(spec: ChildSpec, search: SearchSpec, folder: Path) -> ProcessEnd
         configuration=Configuration(1, 1, 1),
         place=place,
     )
-    changes = {"settings": settings.model_dump(mode="json"), "said": folder.with_suffix(".said")}
+    changes = {
+        "settings": settings.model_dump(mode="json"),
+        "message_file": folder.with_suffix(".said"),
+    }
     spec = spec.model_copy(update=changes)
     meeting = meeting_from(choose_meeting(place))
     program = spec.program

@@ -51,10 +51,10 @@ def _run(mode: Mode) -> int:
         code = _code_of(error)
     except BaseException as error:  # noqa: BLE001 # a script may raise anything
         mode.fail(error)
-    said = mode.ended(code)
-    mode.say(said)
+    message = mode.ended(code)
+    mode.say(message)
     if mode.spec.mode != "train":
-        leave(0 if said.state == "done" else 1)
+        leave(0 if message.state == "done" else 1)
     kill_daemons()
     return code
 

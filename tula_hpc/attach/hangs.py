@@ -101,7 +101,7 @@ def _innermost(frames: Sequence[tuple[str, int]]) -> Place | None:
     return Place(file=own[0], line=own[1], is_collective=is_collective)
 
 
-def told(places: dict[int, Place], workers: int) -> str:
+def describe_places(places: dict[int, Place], workers: int) -> str:
     """Describe where the workers are; `places` has the known places by rank."""
     ranks: dict[Place, list[int]] = {}
     for rank, place in sorted(places.items()):
@@ -158,7 +158,7 @@ class HangWatch:
         is_quiet = quiet_s > max(self.least_s, TIMES * self.longest_s)
         if is_quiet != self._is_quiet:
             self._is_quiet = is_quiet
-            self.peers.tell_quiet(self.rank, is_quiet=is_quiet)
+            self.peers.report_quiet(self.rank, is_quiet=is_quiet)
         if not is_quiet or not self.peers.are_all_quiet(self.world_size):
             return None
         return self._sentence(quiet_s)

@@ -25,9 +25,15 @@ from torch.distributed import (  # type: ignore[attr-defined] # documented, thou
     Store,
 )
 
-from tula_hpc.attach.hangs import ANSWER_S, are_in_different_collectives, ask_where, told
+from tula_hpc.attach.hangs import ANSWER_S, are_in_different_collectives, ask_where, describe_places
 from tula_hpc.attach.own_folder import own_folder
-from tula_hpc.attach.reporting import EVERY_WORKER, ChildSpec, Said, read_said, unexplained
+from tula_hpc.attach.reporting import (
+    EVERY_WORKER,
+    ChildSpec,
+    ProcessMessage,
+    read_message,
+    unexplained,
+)
 from tula_hpc.attach.script import torchrun_variables
 from tula_hpc.ddp.rendezvous import LOOPBACK, free_port
 from tula_hpc.env import (
@@ -86,14 +92,14 @@ class ProcessEnd(Record):
     """End of a script's process, by its last message or as its worker saw it."""
 
     rank: int
-    said: Said
+    message: ProcessMessage
     # file with its output
     log: str
 
     @property
     def is_done(self) -> bool:
         """True if the process completed its task."""
-        return self.said.state == "done"
+        return self.message.state == "done"
 
 
 class Child:
@@ -114,28 +120,28 @@ class Child:
         self._answers = answers
         # descriptor that becomes readable once the process has ended
         self._end = os.pidfd_open(process.pid)
-        self._said_at = self._printed_at = time.monotonic()
+        self._message_at = self._printed_at = time.monotonic()
         self._stamp = self._size = 0
-        self._said: Said | None = None
+        self._message: ProcessMessage | None = None
 
-    def said(self) -> Said | None:
+    def message(self) -> ProcessMessage | None:
         """Return its last message; None before its first one."""
         with contextlib.suppress(OSError):
-            stamp = self.spec.said.stat().st_mtime_ns
+            stamp = self.spec.message_file.stat().st_mtime_ns
             if stamp != self._stamp:
-                self._stamp, self._said_at = stamp, time.monotonic()
-                self._said = read_said(self.spec.said)
-        return self._said
+                self._stamp, self._message_at = stamp, time.monotonic()
+                self._message = read_message(self.spec.message_file)
+        return self._message
 
     def has_ended_its_task(self) -> bool:
         """Tell whether it has given its last message."""
-        said = self.said()
-        return said is not None and said.state != "stepping"
+        message = self.message()
+        return message is not None and message.state != "stepping"
 
     def quiet_s(self) -> float:
         """Return the seconds since its last sign of life, or since its start."""
-        self.said()
-        return time.monotonic() - self._said_at
+        self.message()
+        return time.monotonic() - self._message_at
 
     def silent_s(self) -> float:
         """Return `quiet_s`, or the seconds since its last output where that is less."""
@@ -170,23 +176,25 @@ class Child:
     def stopped(self, failure: Failure, detail: str, *, follows: bool = False) -> ProcessEnd:
         """Return the outcome of a living process that is about to be ended, and where it is."""
         at = ask_where(self.process.pid, self._answers)
-        said = Said(state="failed", failure=failure, detail=detail, follows=follows, at=at)
-        return ProcessEnd(rank=self.spec.rank, said=said, log=str(self.log))
+        message = ProcessMessage(
+            state="failed", failure=failure, detail=detail, follows=follows, at=at
+        )
+        return ProcessEnd(rank=self.spec.rank, message=message, log=str(self.log))
 
     def outcome(self, code: int) -> ProcessEnd:
         """Return how it ended, once it has."""
-        said = self.said()
-        if said is None or said.state == "stepping":
-            said = unexplained(self.spec.program, said, code, end_of(self.log))
-        if said.is_early:
+        message = self.message()
+        if message is None or message.state == "stepping":
+            message = unexplained(self.spec.program, message, code, end_of(self.log))
+        if message.is_early:
             printed = without_chatter(end_of(self.log)).splitlines()
-            parts = [said.detail]
+            parts = [message.detail]
             if printed:
                 parts.append(f"its last line of output: {printed[-1].strip()[:300]}")
-            if said.remedy:
-                parts.append(f"if that is not why: {said.remedy}" if printed else said.remedy)
-            said = said.model_copy(update={"detail": "; ".join(parts)})
-        return ProcessEnd(rank=self.spec.rank, said=said, log=str(self.log))
+            if message.remedy:
+                parts.append(f"if that is not why: {message.remedy}" if printed else message.remedy)
+            message = message.model_copy(update={"detail": "; ".join(parts)})
+        return ProcessEnd(rank=self.spec.rank, message=message, log=str(self.log))
 
 
 # ids of the scripts' processes that this process has started and not ended yet
@@ -216,8 +224,8 @@ def start(
     """
     adopt_orphans()
     others = set(descendants("self"))
-    spec.said.unlink(missing_ok=True)
-    file = spec.said.with_suffix(".spec")
+    spec.message_file.unlink(missing_ok=True)
+    file = spec.message_file.with_suffix(".spec")
     answers, answer_end = os.pipe()
     write_atomically(file, spec.model_copy(update={"answers": answer_end}).model_dump_json())
     process = subprocess.Popen(
@@ -279,7 +287,7 @@ class WorkerPeers:
         """Tell whether another worker's process has failed, for which this one would wait."""
         return self.store.check([f"failed/{self.run_id}"])
 
-    def tell_quiet(self, rank: int, *, is_quiet: bool) -> None:
+    def report_quiet(self, rank: int, *, is_quiet: bool) -> None:
         """Tell the others whether this worker's script gives no sign of life."""
         self.store.set(f"quiet/{self.run_id}/{rank}", str(is_quiet))
 
@@ -334,19 +342,19 @@ def _given_up(
         return None
     if peers.have_failed():
         return child.stopped(Failure.KILLED, "ended with the others", follows=True)
-    is_waited_for = look is None or child.said() is None
+    is_waited_for = look is None or child.message() is None
     if is_waited_for and child.quiet_s() > step_s:
         return child.stopped(Failure.BAD_INPUT, _without_step(child, step_s))
     return None
 
 
 def _without_step(child: Child, step_s: float) -> str:
-    said = child.said()
+    message = child.message()
     since = "until its first optimizer step"
     if child.spec.world_size > 1:
         # each worker may have taken steps by itself
         since += " of a model in DistributedDataParallel"
-    if said is not None:
+    if message is not None:
         since = "between two optimizer steps"
     limit = f"{step_s:.0f} s (search.first_step_minutes)"
     return f"{child.spec.program.name} took more than {limit} {since}"
@@ -357,33 +365,35 @@ def worst(outcomes: list[ProcessEnd]) -> ProcessEnd:
 
     Where workers hang, or wait in vain for one another, it says where each of them is.
     """
-    found = min(outcomes, key=lambda each: (each.is_done, each.said.follows, each.rank))
-    places = {each.rank: each.said.at for each in outcomes if each.said.at is not None}
+    found = min(outcomes, key=lambda each: (each.is_done, each.message.follows, each.rank))
+    places = {each.rank: each.message.at for each in outcomes if each.message.at is not None}
     if found.is_done or not places:
         return found
-    detail = found.said.detail
-    failure = found.said.failure
-    where = told(places, len(outcomes))
-    ended = [each for each in outcomes if each.is_done and each.said.result.get("end") == "exited"]
-    if found.said.is_early:
+    detail = found.message.detail
+    failure = found.message.failure
+    where = describe_places(places, len(outcomes))
+    ended = [
+        each for each in outcomes if each.is_done and each.message.result.get("end") == "exited"
+    ]
+    if found.message.is_early:
         detail = f"{detail}; that was rank {found.rank}, while {where}"
-    elif found.said.follows and ended:
+    elif found.message.follows and ended:
         # no worker was lost: one has ended, and the others wait for it
         failure = Failure.BAD_INPUT
         detail = (
-            f"rank {ended[0].rank} ended after {plural(ended[0].said.steps, 'step')}, while {where}; "
+            f"rank {ended[0].rank} ended after {plural(ended[0].message.steps, 'step')}, while {where}; "
             "give each worker as many batches as the others, as DistributedSampler does"
         )
-    elif found.said.at is not None:
+    elif found.message.at is not None:
         detail = f"{detail}: {where}"
         if len(places) == len(outcomes) and are_in_different_collectives(places.values()):
-            if found.said.follows:
+            if found.message.follows:
                 # no worker was lost, as all of them have reported where they are
                 detail = f"the workers wait for each other: {where}"
                 failure = Failure.BAD_INPUT
             detail = f"{detail}; {EVERY_WORKER}"
-    said = found.said.model_copy(update={"detail": detail, "failure": failure})
-    return found.model_copy(update={"said": said})
+    message = found.message.model_copy(update={"detail": detail, "failure": failure})
+    return found.model_copy(update={"message": message})
 
 
 @contextlib.contextmanager
@@ -418,10 +428,10 @@ def error_of(outcome: ProcessEnd, key: str) -> TulaError:
 
     `key` is the key of the sweep that names the script.
     """
-    said = outcome.said
-    words = f"{said.detail}; its output: {outcome.log}"
-    kind = error_for(said.failure)
-    if kind is InputError and not said.detail.startswith("workload."):
+    message = outcome.message
+    words = f"{message.detail}; its output: {outcome.log}"
+    kind = error_for(message.failure)
+    if kind is InputError and not message.detail.startswith("workload."):
         return InputError(words, key=key)
     return kind(words)
 
@@ -441,7 +451,7 @@ def end_as(
         TulaError: With the reason, and where the script's output is.
         SystemExit: Memory ran out, which is recorded; or another worker raises the reason.
     """
-    failure = found.said.failure
+    failure = found.message.failure
     is_mine = found.rank == rank
     if failure is not None and failure.is_oom:
         if is_mine:
@@ -451,7 +461,7 @@ def end_as(
         sys.stderr.write(end_of(Path(found.log)))
     sys.stderr.flush()
     error = error_of(found, "workload.script")
-    if failure is Failure.KILLED and is_mine and found.said.detail.endswith("SIGKILL"):
+    if failure is Failure.KILLED and is_mine and found.message.detail.endswith("SIGKILL"):
         # perhaps the kernel killed it for lack of memory: scheduler and peers shall see the same
         sys.stderr.write(f"{error}\n")
         sys.stderr.flush()

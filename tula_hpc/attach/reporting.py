@@ -42,7 +42,7 @@ from tula_hpc.launch.diagnosis import lost_a_peer
 from tula_hpc.process_memory import keep_freed, out_of_memory
 from tula_hpc.records import parse_record, write_atomically
 from tula_hpc.records.base import Record
-from tula_hpc.user_code import lacks_gpu, told
+from tula_hpc.user_code import describe_error, lacks_gpu
 
 EVERY_WORKER = "call each collective on every worker, none of them within `if rank == 0`"
 # gloo's message when it aborts the process
@@ -61,7 +61,7 @@ class ChildSpec(Record):
     # working directory of the command, in which a module is found
     home: Path
     # file that it writes its messages to
-    said: Path
+    message_file: Path
     # id of the process that started it
     parent: int
     # descriptor on which it answers where it is, see `hangs`
@@ -76,7 +76,7 @@ class ChildSpec(Record):
     settings: dict[str, Any] = Field(default={})
 
 
-class Said(Record):
+class ProcessMessage(Record):
     """Message of a script's process: it steps, it is done, or it failed and why."""
 
     state: Literal["stepping", "done", "failed"]
@@ -99,15 +99,15 @@ class Said(Record):
     result: dict[str, Any] = Field(default={})
 
 
-def read_said(path: Path) -> Said | None:
+def read_message(path: Path) -> ProcessMessage | None:
     """Return the last message of a process, None if there is none."""
     try:
-        return parse_record(Said, path.read_bytes())
+        return parse_record(ProcessMessage, path.read_bytes())
     except (OSError, ValueError):
         return None
 
 
-def failed_by(error: BaseException) -> Said:
+def failed_by(error: BaseException) -> ProcessMessage:
     """Return the failure that an exception in a script's process means, in one sentence."""
     own = error.failure if isinstance(error, TulaError) else None
     cause = error.__cause__
@@ -126,7 +126,7 @@ def failed_by(error: BaseException) -> Said:
         return _failed(failure, device or _first_line(error))
     if not isinstance(error, Exception):
         return _failed(Failure.BUG, f"ended by {type(error).__name__}")
-    detail = told(error)
+    detail = describe_error(error)
     full = full_disk(Path.cwd())
     # this word is in torch.save's message about a failed write
     if not full and "inline_container" in str(error):
@@ -136,26 +136,28 @@ def failed_by(error: BaseException) -> Said:
     return _failed(Failure.BAD_INPUT, f"{detail}{_hint(error)}")
 
 
-def unexplained(script: Script, said: Said | None, code: int, printed: str = "") -> Said:
+def unexplained(
+    script: Script, message: ProcessMessage | None, code: int, printed: str = ""
+) -> ProcessMessage:
     """Return the failure of a process that ended without a report, by its exit code.
 
-    A signal's code is less than 0. `said` is its last message, `printed` the end of its output.
+    A signal's code is less than 0. `message` is its last message, `printed` the end of its output.
     """
-    steps = said.steps if said is not None else 0
+    steps = message.steps if message is not None else 0
     if code == -signal.SIGABRT and (found := _MISMATCH.search(printed)):
         detail = (
             f"the workers of {script.name} took part in different collectives (one sent "
             f"{found[1]} bytes where {found[2]} were expected); {EVERY_WORKER}"
         )
-        return Said(state="failed", failure=Failure.BAD_INPUT, detail=detail, steps=steps)
+        return ProcessMessage(state="failed", failure=Failure.BAD_INPUT, detail=detail, steps=steps)
     if code < 0:
         # some signals have no name
         known = {each.value: each.name for each in signal.Signals}
         name = known.get(-code, f"signal {-code}")
         detail = f"{script.name} was ended by {name}"
-        return Said(state="failed", failure=Failure.KILLED, detail=detail, steps=steps)
+        return ProcessMessage(state="failed", failure=Failure.KILLED, detail=detail, steps=steps)
     detail = f"{script.name} ended its process by itself, with exit code {code}"
-    return Said(state="failed", failure=Failure.BAD_INPUT, detail=detail, steps=steps)
+    return ProcessMessage(state="failed", failure=Failure.BAD_INPUT, detail=detail, steps=steps)
 
 
 def _hint(error: Exception) -> str:
@@ -177,8 +179,10 @@ def _hint(error: Exception) -> str:
     return ""
 
 
-def _failed(failure: Failure, detail: str) -> Said:
-    return Said(state="failed", failure=failure, detail=" ".join(detail.split())[:MOST_WORDS])
+def _failed(failure: Failure, detail: str) -> ProcessMessage:
+    return ProcessMessage(
+        state="failed", failure=failure, detail=" ".join(detail.split())[:MOST_WORDS]
+    )
 
 
 def _first_line(error: BaseException) -> str:
@@ -224,19 +228,19 @@ class Mode(Listener):
         """Return the point from which a training can go on if the script saves now, or None."""
         return None
 
-    def ended(self, code: int) -> Said:
+    def ended(self, code: int) -> ProcessMessage:
         """Return the last message, once the script has ended by itself with this exit code."""
         raise NotImplementedError
 
-    def say(self, said: Said) -> None:
+    def say(self, message: ProcessMessage) -> None:
         """Write a message for the worker that started this process."""
-        write_atomically(self.spec.said, said.model_dump_json())
+        write_atomically(self.spec.message_file, message.model_dump_json())
 
     def count_step(self) -> None:
         """Count a step, and give a sign of life about once a second."""
         self.steps += 1
         if self.steps == 1:
-            self.say(Said(state="stepping", steps=1))
+            self.say(ProcessMessage(state="stepping", steps=1))
             self.sign_due = time.perf_counter() + BEAT_S
         elif time.perf_counter() > self.sign_due:
             self.give_sign()
@@ -248,7 +252,7 @@ class Mode(Listener):
             self.sign_due = now + BEAT_S
             # there may be no file while the script's first step is reported anew
             with contextlib.suppress(FileNotFoundError):
-                os.utime(self.spec.said)
+                os.utime(self.spec.message_file)
 
     def trains_apart(self, optimizer: Optimizer) -> bool:
         """See `Listener`."""
@@ -274,10 +278,10 @@ class Mode(Listener):
         # an error that was never raised has no traceback to show
         if error.__traceback__ is not None:
             traceback.print_exception(error)
-        said = failed_by(error)
-        detail = f"{said.detail}{self._looked_for(error)}{self.circumstances()}"
+        message = failed_by(error)
+        detail = f"{message.detail}{self._looked_for(error)}{self.circumstances()}"
         known = {"steps": self.steps, "detail": detail, "result": so_far or {}}
-        self.say(said.model_copy(update=known))
+        self.say(message.model_copy(update=known))
         leave(1)
 
     def _looked_for(self, error: BaseException) -> str:

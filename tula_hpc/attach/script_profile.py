@@ -29,10 +29,10 @@ import torch
 from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
 
-from tula_hpc.attach import tell_epochs, was_kept
+from tula_hpc.attach import was_kept, watch_epochs
 from tula_hpc.attach.hooks.find_model import methods_of, model_of
 from tula_hpc.attach.measured_steps import MeasuredSteps, between_epochs_s
-from tula_hpc.attach.reporting import ChildSpec, Said, leave, own_hook
+from tula_hpc.attach.reporting import ChildSpec, ProcessMessage, leave, own_hook
 from tula_hpc.attach.script import (
     NEAR,
     NO_OPTIONS,
@@ -109,12 +109,12 @@ class ScriptProfile(MeasuredSteps):
         self._going = self._steps()
         self.options = NO_OPTIONS
         # result so far, where steps went on to take more passes
-        self._so_far: Said | None = None
+        self._so_far: ProcessMessage | None = None
 
     def begin(self) -> None:
         """Watch from now on; memory that is in use by now is not the script's."""
         super().begin()
-        tell_epochs(self.epoch_begins)
+        watch_epochs(self.epoch_begins)
         if self.spec.mode == "look":
             self.options = watch_parsers()
         self.suspensions.install()
@@ -143,14 +143,14 @@ class ScriptProfile(MeasuredSteps):
             self.say(self._so_far)
             leave(0)
 
-    def ended(self, code: int) -> Said:
+    def ended(self, code: int) -> ProcessMessage:
         """Return that the script ended too early, unless there is a result already."""
         if self._so_far is not None:
             return self._so_far
         name, steps = self.spec.program.name, self.steps
         if steps == 0 and self.trained_apart:
             why = str(self.unwrapped(self.trained_apart))
-            return Said(state="failed", failure=Failure.BAD_INPUT, detail=why)
+            return ProcessMessage(state="failed", failure=Failure.BAD_INPUT, detail=why)
         how = "ended" if code == 0 else f"exited with code {code}"
         # limits with which the script would be measured in time, if it is run again
         shorter: dict[str, Any] = {}
@@ -174,7 +174,7 @@ class ScriptProfile(MeasuredSteps):
             if self.hooks.others:
                 when += f"; steps of others were not counted: {', '.join(self._others())}"
             remedy = self._remedy()
-        return Said(
+        return ProcessMessage(
             state="failed",
             failure=Failure.BAD_INPUT,
             detail=f"{name} {how}{when}",
@@ -217,10 +217,10 @@ class ScriptProfile(MeasuredSteps):
             "search.max_batch, as larger batches leave fewer steps"
         )
 
-    def _result(self) -> Said:
+    def _result(self) -> ProcessMessage:
         measured = self._measurement()
         result = {"measurement": measured.model_dump(mode="json"), **self._seen()}
-        return Said(state="done", steps=self.steps, result=result)
+        return ProcessMessage(state="done", steps=self.steps, result=result)
 
     def _steps(self) -> Iterator[None]:
         # the first step has just ended

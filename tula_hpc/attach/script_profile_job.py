@@ -50,10 +50,10 @@ def run(job: ProfileJob) -> int:
     # notes that the job began, before torch is imported, which takes seconds
     queue = WorkQueue(job, env)
     with loading_libraries():
-        from tula_hpc.ddp.device_errors import telling_broken_devices
+        from tula_hpc.ddp.device_errors import reporting_broken_devices
         from tula_hpc.ddp.process_group import Allocation
 
-    with leaving_at_once(), telling_broken_devices(job.output.parent.parent, "profile"):
+    with leaving_at_once(), reporting_broken_devices(job.output.parent.parent, "profile"):
         allocation = Allocation(job.cluster, env, timedelta(minutes=job.cluster.profile_minutes))
         return Session(job, allocation, queue).run()
 
@@ -109,19 +109,19 @@ class Session:
         self.search = self.job.sweep.search
         outcomes, meeting = self._run()
         began_at = meeting.began_at
-        if shorter := worst(outcomes).said.result.get("search"):
+        if shorter := worst(outcomes).message.result.get("search"):
             self.again_s += unix_time() - began_at
             self.search = SearchSpec.model_validate(shorter)
             outcomes, meeting = self._run()
         found = worst(outcomes)
-        if found.said.is_short and self._is_left_out(found):
+        if found.message.is_short and self._is_left_out(found):
             self.again_s += unix_time() - meeting.began_at
             return
         if not found.is_done:
             self._fail(found)
         self.measured += self.place is not None
         first = next(each for each in outcomes if each.rank == 0)
-        self._record(first.said.result, meeting._replace(began_at=began_at))
+        self._record(first.message.result, meeting._replace(began_at=began_at))
 
     def _run(self) -> tuple[list[ProcessEnd], Meeting]:
         """Run the script's processes to their end; return how each ended. Collective."""
@@ -164,7 +164,7 @@ class Session:
                 mode="profile",
                 program=script_of(self._long_enough(), self.configuration, own),
                 home=home,
-                said=folder / f"rank-{place.rank}.said",
+                message_file=folder / f"rank-{place.rank}.said",
                 parent=os.getpid(),
                 rank=place.rank,
                 world_size=place.world_size,
@@ -261,11 +261,11 @@ class Session:
                 return ""
             failed = Measurement(
                 status="failed",
-                detail=f"the script takes too few steps of this batch; {found.said.remedy}",
-                steps=found.said.steps,
+                detail=f"the script takes too few steps of this batch; {found.message.remedy}",
+                steps=found.message.steps,
                 partition=self.job.partition,
                 accumulation=self._passes_asked,
-                identity=Identity.model_validate(found.said.result["identity"]),
+                identity=Identity.model_validate(found.message.result["identity"]),
                 finished_at=unix_time(),
                 **describe(self.configuration, self.job.cluster, self.env),
             )

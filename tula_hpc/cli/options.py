@@ -83,9 +83,9 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
         raise InputError(
             "describes a run, but --dry-run makes none; leave out one of them", source="--json"
         )
-    from tula_hpc.config import hidden_peers, load_together, loaders_without_cores, told_by_set
+    from tula_hpc.config import exposure_warning, hidden_peers, load_together, loaders_without_cores
 
-    if warning := told_by_set(options.set):
+    if warning := exposure_warning(options.set):
         sys.stderr.write(f"warning: {warning}\n")
     missing = ""
     try:

@@ -12,7 +12,7 @@ from tula_hpc.analysis.costs.usage import describe_profiling, job_runs
 from tula_hpc.analysis.report.output import GAP, TextColumn, add_columns
 from tula_hpc.cli.options import STAGES
 from tula_hpc.errors import StageError, TulaError
-from tula_hpc.files import PLAN_ALONE, read_bounded
+from tula_hpc.files import PLAN_WITHOUT_MEASUREMENTS, read_bounded
 from tula_hpc.formatting import (
     command_line,
     format_duration,
@@ -36,7 +36,7 @@ from tula_hpc.records.events import setup_failures
 from tula_hpc.records.training import NOT_FINITE
 from tula_hpc.stages.batches_that_fit import out_of_memory
 from tula_hpc.stages.context import Sweep
-from tula_hpc.stages.notify import tell
+from tula_hpc.stages.notify import notify
 from tula_hpc.stages.plan import plan_stage, why_no_model
 from tula_hpc.stages.profile import profile_stage
 from tula_hpc.stages.rehearsal import try_before_jobs, warn_of_sources
@@ -126,7 +126,7 @@ def carry_out(sweep: Sweep, until: str) -> int:
             return _run_study(sweep, report=until == "report")
         return _run_stages(sweep, STAGES.index(until))
     except TulaError as error:
-        tell(sweep, "sweep_failed", str(error))
+        notify(sweep, "sweep_failed", str(error))
         raise
 
 
@@ -142,7 +142,7 @@ def _run_stages(sweep: Sweep, last: int) -> int:
     before = _contents(sweep.run.plan_file)
     plan = plan_stage(sweep)
     if not sweep.run.has_trained():
-        tell(sweep, "stage_ended", f"planned: {plan.chosen.configuration}: {plan.reason}", "plan")
+        notify(sweep, "stage_ended", f"planned: {plan.chosen.configuration}: {plan.reason}", "plan")
     is_new = _contents(sweep.run.plan_file) != before
     _say_plan(sweep, plan, is_new=is_new)
     ends_here = last == STAGES.index("plan")
@@ -162,7 +162,7 @@ def _run_stages(sweep: Sweep, last: int) -> int:
         try_before_jobs(sweep)
     result = train_stage(sweep, plan)
     if last == STAGES.index("report"):
-        _say_end(sweep, plan, result, is_cost_said=has_profiled)
+        _say_end(sweep, plan, result, is_cost_shown=has_profiled)
         return 0
     trained = _trained(sweep, result)
     _say_bill(_bill(sweep, plan, trained))
@@ -189,12 +189,12 @@ def _profile(sweep: Sweep) -> bool:
     is_tried = try_before_jobs(sweep)
     if sweep.run.plan_file.exists() and not sweep.run.measurements().records:
         sys.stderr.write(
-            f"warning: {PLAN_ALONE}: everything is measured and planned anew; to keep the plan, end "
+            f"warning: {PLAN_WITHOUT_MEASUREMENTS}: everything is measured and planned anew; to keep the plan, end "
             "this command (Ctrl-C) and put profile/ back\n"
         )
     profile_stage(sweep)
     measured = plural(len(sweep.run.measurements().records), "measurement")
-    tell(sweep, "stage_ended", f"profiling is done: {measured}", "profile")
+    notify(sweep, "stage_ended", f"profiling is done: {measured}", "profile")
     if named := out_of_memory(sweep.run):
         print(f"out of memory: {', '.join(named)}")
     sweep.launcher.note_accounts()
@@ -202,12 +202,12 @@ def _profile(sweep: Sweep) -> bool:
     return is_tried
 
 
-def _say_end(sweep: Sweep, plan: Plan, result: TrainResult, *, is_cost_said: bool) -> None:
+def _say_end(sweep: Sweep, plan: Plan, result: TrainResult, *, is_cost_shown: bool) -> None:
     """Write the report; print the decision, the cost, and the report's path."""
     sys.stderr.write("report: drawing its figures\n")
     paths = report_stage(sweep)
     trained = _trained(sweep, result)
-    bill = _say_summary(sweep, plan, trained, "" if is_cost_said else _profiling_cost(sweep))
+    bill = _say_summary(sweep, plan, trained, "" if is_cost_shown else _profiling_cost(sweep))
     lines = [f"decided: {_decision(plan, result, bill)}"]
     lines += _steps_off(sweep, plan, trained)
     lines.append(f"cost: {_cost(sweep, plan, bill)}")
@@ -215,7 +215,7 @@ def _say_end(sweep: Sweep, plan: Plan, result: TrainResult, *, is_cost_said: boo
     lines += [f"warning: {words}" for words in setup_failures(sweep.run.job_notes())]
     lines.append(f"report: {next(path for path in paths if path.suffix == '.html')}")
     print("\n".join(lines))
-    tell(sweep, "sweep_ended", "; ".join(lines))
+    notify(sweep, "sweep_ended", "; ".join(lines))
 
 
 def _model_lines(sweep: Sweep) -> list[str]:
@@ -373,7 +373,7 @@ def _contents(path: Path) -> bytes:
 def _say_plan(sweep: Sweep, plan: Plan, *, is_new: bool = True) -> None:
     """Print the plan, in full only if it is new."""
     from tula_hpc.analysis.planning.partitions import name_of
-    from tula_hpc.analysis.report.plan_text import not_told_apart
+    from tula_hpc.analysis.report.plan_text import too_close_to_call
 
     differs = list(plan.other_objective)
     if not differs and plan.objective != sweep.spec.objective.kind:
@@ -390,7 +390,7 @@ def _say_plan(sweep: Sweep, plan: Plan, *, is_new: bool = True) -> None:
         print(f"plan: {name_of(plan.chosen)}, as before{count}: {again}")
         return
     print(f"plan: {plan.reason}")
-    for text in not_told_apart(plan):
+    for text in too_close_to_call(plan):
         print(f"plan: {text}")
     for heading, texts in grouped(plan.doubts).items():
         for text in texts:
@@ -446,7 +446,7 @@ def _run_study(sweep: Sweep, *, report: bool) -> int:
     if not all(sweep.run.train(cell.label).result_file.exists() for cell in cells):
         try_before_jobs(sweep)
     failures = study_stage(sweep)
-    tell(
+    notify(
         sweep,
         "sweep_ended",
         f"{len(cells) - len(failures)} of {plural(len(cells), 'training')} done",

@@ -40,5 +40,5 @@ from tula_hpc.config.training import (
     Method,
     TrainingSpec,
 )
-from tula_hpc.config.validation import GIB, Spec, is_hidden, told_by_set
+from tula_hpc.config.validation import GIB, Spec, exposure_warning, is_hidden
 from tula_hpc.config.workload import WorkloadSpec

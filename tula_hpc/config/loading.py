@@ -423,7 +423,7 @@ def _parse(
     try:
         context: dict[str, Any] = {"check_paths": check_paths, "frozen": frozen}
         if isinstance(path, Path):
-            context["beside"] = path.parent
+            context["sweep_folder"] = path.parent
         return kind.model_validate_json(_as_json(path, tables), strict=True, context=context)
     except ValidationError as error:
         problems = error.errors(include_url=False)

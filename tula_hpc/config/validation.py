@@ -128,7 +128,7 @@ def _names_of(value: Any) -> Any:
     return "not shown"
 
 
-def told_by_set(overrides: Sequence[str]) -> str:
+def exposure_warning(overrides: Sequence[str]) -> str:
     """Return a warning about hidden values given by `--set` on the command line; "" without any."""
     keys = [text.partition("=")[0].strip() for text in overrides]
     exposed = [key for key in keys if is_hidden(key.removeprefix("cluster.").split("."))]
@@ -322,14 +322,14 @@ def known_or_entry_point(
         what: Kind of the named thing, with its article, for messages.
         called_with: Names of the arguments that the function will be called with.
         context: Of the validation. The function is looked up unless `check_paths` is False;
-            `beside` is the folder of the sweep file.
+            `sweep_folder` is the folder of the sweep file.
 
     Raises:
         ValueError: It is neither, or the function does not exist or takes other arguments.
     """
     if ":" in value:
         if (context or {}).get("check_paths", True):
-            _check_entry_point(value, called_with, (context or {}).get("beside"))
+            _check_entry_point(value, called_with, (context or {}).get("sweep_folder"))
         return value
     if value not in known:
         module, _, function = value.rpartition(".")
@@ -345,7 +345,7 @@ def known_or_entry_point(
     return value
 
 
-def _check_entry_point(value: str, called_with: Sequence[str], beside: Path | None) -> None:
+def _check_entry_point(value: str, called_with: Sequence[str], sweep_folder: Path | None) -> None:
     """Refuse a function that its module's source does not define, or that takes other arguments.
 
     The source is only read, because an import could import torch.
@@ -358,7 +358,7 @@ def _check_entry_point(value: str, called_with: Sequence[str], beside: Path | No
         meant = f"{module.removesuffix('.py')}:{function}"
         raise ValueError(f"{value!r}: a module's name has no .py; did you mean {meant!r}?")
     if source is None:
-        raise ValueError(f"no module {module!r} {where_looked(module, beside)}")
+        raise ValueError(f"no module {module!r} {where_looked(module, sweep_folder)}")
     if function not in source.names and "*" not in source.names:
         meant = nearest(function, source.names) + _hidden(module, source.path)
         raise ValueError(f"{value!r}: {source.path} defines no {function!r}{meant}")
@@ -369,14 +369,14 @@ def _check_entry_point(value: str, called_with: Sequence[str], beside: Path | No
         )
 
 
-def where_looked(module: str, beside: Path | None) -> str:
+def where_looked(module: str, sweep_folder: Path | None) -> str:
     """Say where a module was looked for in vain, and what to do.
 
     It is looked for only where jobs find it: they start in the command's working directory.
     """
     looked = f"in the working directory, {shown(str(Path.cwd()), 400)}, or the installed packages"
-    if beside is not None and module_files(beside, module):
-        folder = shown(str(beside.resolve()), 400)
+    if sweep_folder is not None and module_files(sweep_folder, module):
+        folder = shown(str(sweep_folder.resolve()), 400)
         return f"{looked}; it lies beside the sweep file: start the command in {folder}"
     return f"{looked}; install it, or start the command in its folder"
 

@@ -245,8 +245,9 @@ class WorkloadSpec(Spec):
 
     @field_validator("script")
     @classmethod
-    def _here_or_beside(cls, value: Path | None, info: ValidationInfo) -> Path | None:
-        return None if value is None else find_script(value, (info.context or {}).get("beside"))
+    def _in_either_folder(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        sweep_folder = (info.context or {}).get("sweep_folder")
+        return None if value is None else find_script(value, sweep_folder)
 
     @model_validator(mode="after")
     def _script_is_whole(self, info: ValidationInfo) -> WorkloadSpec:
@@ -274,7 +275,7 @@ class WorkloadSpec(Spec):
                 f"accumulation: expected a power of two, as batches are, got {self.accumulation}"
             )
         if _checks_paths(info):
-            _check_script(self.script, self.module, (info.context or {}).get("beside"))
+            _check_script(self.script, self.module, (info.context or {}).get("sweep_folder"))
         return self
 
     @model_validator(mode="after")
@@ -393,17 +394,17 @@ class WorkloadSpec(Spec):
         return round(facts.test_samples * self.classes / (facts.classes or 1))
 
 
-def find_script(named: Path, beside: Path | None) -> Path:
+def find_script(named: Path, sweep_folder: Path | None) -> Path:
     """Look for a script in the working directory, then beside the sweep file.
 
     Raises:
         ValueError: The path begins with the home folder of an unknown user.
     """
     here = _from_home(named, "file")
-    if beside is None or here.exists():
+    if sweep_folder is None or here.exists():
         return here
     # normalized, so that ../ does not give one script two paths
-    there = Path(os.path.normpath(Path(beside).absolute() / named))
+    there = Path(os.path.normpath(Path(sweep_folder).absolute() / named))
     return there if there.exists() else here
 
 
@@ -456,13 +457,13 @@ def _check_placeholders(arguments: Sequence[str], resuming: Sequence[str]) -> No
         )
 
 
-def _check_script(script: Path | None, module: str | None, beside: Path | None) -> None:
+def _check_script(script: Path | None, module: str | None, sweep_folder: Path | None) -> None:
     """Refuse a script that does not exist or is not valid Python; import nothing."""
     key = "script" if script is not None else "module"
     path = script if script is not None else program_of(str(module))
     if path is None:
         raise ValueError(
-            f"module: no module {module!r} that can be run, {where_looked(str(module), beside)}"
+            f"module: no module {module!r} that can be run, {where_looked(str(module), sweep_folder)}"
         )
     try:
         if path.is_dir():

@@ -43,7 +43,7 @@ from tula_hpc.data.images import (
     mix,
 )
 from tula_hpc.errors import InputError
-from tula_hpc.user_code import TRIED_BY_JOBS, is_entry_point, own_data, told
+from tula_hpc.user_code import TRIED_BY_JOBS, describe_error, is_entry_point, own_data
 
 _TEST_SHARE = 0.2
 # one split for every sweep, so that results with different seeds are on the same test images
@@ -251,7 +251,7 @@ def _refuse_unsendable(spec: WorkloadSpec, which: str, dataset: Dataset[Any]) ->
     where = "".join(f"its attribute {name}, " for name in itertools.islice(found, 1))
     message = (
         f"{spec.dataset} returned a {which} set that cannot be sent to loader processes: {where}"
-        f"{told(error)}; create that in __getitem__, or at the top of the module, or set "
+        f"{describe_error(error)}; create that in __getitem__, or at the top of the module, or set "
         "workload.loader_workers = 0"
     )
     raise InputError(message, key="workload.dataset")

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from tula_hpc.batches import Batch, is_finite, map_tensors, tensors_of
 from tula_hpc.data.images import ImageDataset, Indices, Keys, Preprocessing, mix
-from tula_hpc.data.named_items import NamedItems, TellingLoader, collated
+from tula_hpc.data.named_items import NamedItems, RaisingLoader, collated
 from tula_hpc.errors import InputError
 from tula_hpc.user_code import collate, random_numbers_kept, seed_random_numbers
 
@@ -213,7 +213,7 @@ class EndlessOrder(Sampler[Key]):
             self.order.set_offset(0)
 
 
-class TrainLoader(TellingLoader):
+class TrainLoader(RaisingLoader):
     """An endless loader over the epochs of a `ResumableSampler`, which it keeps as `order`."""
 
     def __init__(self, dataset: EpochDataset, order: ResumableSampler, **options: Any) -> None:
@@ -298,7 +298,7 @@ def make_test_loader(
     samples = range(rank, _length(dataset), world_size)
     options = _options(dataset, loader_workers, pin_memory)
     named = NamedItems(dataset, "test", classes)
-    return TellingLoader(named, batch_size=batch, sampler=samples, **options)
+    return RaisingLoader(named, batch_size=batch, sampler=samples, **options)
 
 
 def most_batches(loader: DataLoader[Any], world_size: int) -> int:

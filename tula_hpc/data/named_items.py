@@ -16,7 +16,7 @@ from tula_hpc.batches import Batch
 from tula_hpc.data.images import ImageDataset
 from tula_hpc.errors import DataError, InputError
 from tula_hpc.files import NO_SPACE
-from tula_hpc.user_code import collate, is_mistake, told
+from tula_hpc.user_code import collate, describe_error, is_mistake
 
 # part of torch's message about a loader process that was killed
 KILLED_WORKER = re.compile(r"DataLoader worker \(pid")
@@ -72,10 +72,12 @@ class NamedItems(Dataset[Any]):
             raise
         except Exception as error:
             if is_mistake(error):
-                raise self._mistake(index, f"cannot be loaded: {told(error)}") from error
+                raise self._mistake(index, f"cannot be loaded: {describe_error(error)}") from error
             if isinstance(error, OSError) and error.errno not in NO_SPACE:
                 # a file system that fails may work the next time
-                raise DataError(f"{self._place(index)} cannot be read: {told(error)}") from error
+                raise DataError(
+                    f"{self._place(index)} cannot be read: {describe_error(error)}"
+                ) from error
             error.add_note(f"({self._place(index)})")
             raise
 
@@ -125,7 +127,7 @@ class _Items(list[Any]):
         return mistake
 
 
-class TellingLoader(DataLoader[Any]):
+class RaisingLoader(DataLoader[Any]):
     """A loader that raises the errors that came in place of batches."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override] # nothing else is asked of it
@@ -147,7 +149,7 @@ class _Watched(Iterator[Any]):
             if isinstance(error, RuntimeError) and not KILLED_WORKER.search(str(error)):
                 raise
             raise DataError(
-                f"a loader process was killed, perhaps for lack of memory ({told(error)})"
+                f"a loader process was killed, perhaps for lack of memory ({describe_error(error)})"
             ) from None
 
 

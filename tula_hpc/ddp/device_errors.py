@@ -44,7 +44,7 @@ def broken_device(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def telling_broken_devices(root: Path, stage: str) -> Iterator[None]:
+def reporting_broken_devices(root: Path, stage: str) -> Iterator[None]:
     """Log the name of this host if the block fails with an error of a broken device.
 
     Raises:

@@ -20,7 +20,7 @@ from tula_hpc.ddp.device_errors import is_of_accelerator
 from tula_hpc.errors import InputError, TulaError
 from tula_hpc.launch.diagnosis import device_word, lost_a_peer
 from tula_hpc.own_sources import is_own
-from tula_hpc.user_code import is_entry_point, is_mistake, told_with_remedy
+from tula_hpc.user_code import describe_with_remedy, is_entry_point, is_mistake
 from tula_hpc.workloads.criterion import CALLS, labels_without_score
 
 _MODEL_KEY = "workload.model"
@@ -29,7 +29,7 @@ _MODULE_CALLS = frozenset({nn.Module._call_impl.__code__, nn.Module._wrapped_cal
 
 
 @contextlib.contextmanager
-def telling_own_mistakes(spec: WorkloadSpec) -> Iterator[None]:
+def explaining_own_mistakes(spec: WorkloadSpec) -> Iterator[None]:
     """Turn an exception of the user's own code in the block into one sentence.
 
     Raises:
@@ -56,7 +56,7 @@ def own_mistake(error: Exception, spec: WorkloadSpec) -> InputError | None:
     if name is None or not is_entry_point(name):
         return None
     hint = next((labels_without_score(*call) for call in _calls(error)), "")
-    return InputError(f"{name} failed: {told_with_remedy(error)}{hint}", key=key)
+    return InputError(f"{name} failed: {describe_with_remedy(error)}{hint}", key=key)
 
 
 def _key_of(error: Exception) -> str:

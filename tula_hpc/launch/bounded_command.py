@@ -23,7 +23,7 @@ from tula_hpc.errors import LaunchError, NotConfiguredError, NotStartedError
 
 COMMAND_TIMEOUT_S = 60.0
 # seconds until the user is told that a command still waits for its controller
-TOLD_AFTER_S = 8.0
+NOTICE_AFTER_S = 8.0
 # largest answer: a million jobs, with 60 characters for each
 MOST_BYTES = 64 * 2**20
 # how many of the last characters of a command's error message are kept
@@ -133,17 +133,19 @@ def _killed_if_given_up(process: subprocess.Popen[bytes]) -> Iterator[None]:
 def _read(process: subprocess.Popen[bytes], name: str, timeout_s: float) -> tuple[bytes, bytes]:
     """Return standard output and error once both are at their end and the process has ended."""
     deadline = time.monotonic() + timeout_s
-    told_at = time.monotonic() + TOLD_AFTER_S
+    notice_at = time.monotonic() + NOTICE_AFTER_S
     pipes = [pipe for pipe in (process.stdout, process.stderr) if pipe is not None]
     read = {pipe.fileno(): bytearray() for pipe in pipes}
     with selectors.DefaultSelector() as open_pipes:
         for pipe in pipes:
             open_pipes.register(pipe, selectors.EVENT_READ)
         while open_pipes.get_map():
-            ready = open_pipes.select(max(0.0, min(deadline, told_at) - time.monotonic()))
+            ready = open_pipes.select(max(0.0, min(deadline, notice_at) - time.monotonic()))
             if not ready and time.monotonic() < deadline:
-                told_at = deadline
-                sys.stderr.write(f"{name} has not answered for {TOLD_AFTER_S:g} s; still waiting\n")
+                notice_at = deadline
+                sys.stderr.write(
+                    f"{name} has not answered for {NOTICE_AFTER_S:g} s; still waiting\n"
+                )
                 continue
             if not ready or time.monotonic() > deadline:
                 raise LaunchError(f"{name} did not answer within {timeout_s:g} s")

@@ -220,7 +220,7 @@ def _vanished(exit_codes: Sequence[str], log: str) -> bool:
 _NOT_REQUEUED = re.compile(r"^[\w.]*UncompletedJobError: Job not requeued because: timed-out")
 
 
-def telling_line(log: str) -> str:
+def informative_line(log: str) -> str:
     """Return the line that says most about a job's end: an exception, another sign, or the last."""
     best = next(itertools.chain(*_lines_by_weight(log)), _no_word(log))
     best = _NOT_REQUEUED.sub("reached its time limit", best)
@@ -268,8 +268,8 @@ def _lines_by_weight(log: str) -> list[list[str]]:
     raised = _exceptions(log)
     own = [line for line in raised if not _PEER_LOST.search(line)]
     lines = [line.strip() for line in without_chatter(log).splitlines()]
-    telling = "|".join([_KILLED.pattern, _NCCL_ENDS.pattern, *(sign.words for sign in _SIGNS)])
-    signs = [line for line in lines if re.search(telling, line)]
+    informative = "|".join([_KILLED.pattern, _NCCL_ENDS.pattern, *(sign.words for sign in _SIGNS)])
+    signs = [line for line in lines if re.search(informative, line)]
     by_job = [line for line in lines if not line.startswith(_WITHOUT_REASON)]
     return [own, signs, raised, by_job[-1:], lines[-1:]]
 

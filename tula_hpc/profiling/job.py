@@ -18,13 +18,13 @@ def run(job: ProfileJob) -> int:
     # notes that the job began, before torch is imported, which takes seconds
     queue = WorkQueue(job, env)
     with loading_libraries():
-        from tula_hpc.ddp.device_errors import telling_broken_devices
-        from tula_hpc.ddp.own_errors import telling_own_mistakes
+        from tula_hpc.ddp.device_errors import reporting_broken_devices
+        from tula_hpc.ddp.own_errors import explaining_own_mistakes
         from tula_hpc.profiling.profile_loop import run_profile
 
     with (
         leaving_at_once(),
-        telling_own_mistakes(job.sweep.workload),
-        telling_broken_devices(job.output.parent.parent, "profile"),
+        explaining_own_mistakes(job.sweep.workload),
+        reporting_broken_devices(job.output.parent.parent, "profile"),
     ):
         return run_profile(job, env, queue)

@@ -6,7 +6,7 @@ Where memory runs out:
    the job. A script's profile does the same, once the worker has heard of it from the script's
    process: `_fail` in `attach/script_profile_job.py`.
 2. Where the kernel or Slurm killed the job before it could, `stages/profile.py` writes that record
-   in its place (`_record_end`), for the configuration that `died_of` finds to blame.
+   in its place (`_record_end`), for the configuration that `blamed_configuration` finds to blame.
 3. The next round proposes no such batch and no larger one on any number of nodes (`believed_to_fit`
    in `analysis/search/propose.py`); a script that accumulates gradients takes such a batch in more
    forward passes. The configurations that the job had not measured yet are submitted again, unless

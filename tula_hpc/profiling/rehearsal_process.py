@@ -41,7 +41,7 @@ from tula_hpc.files import write_out
 from tula_hpc.formatting import printable_output
 from tula_hpc.own_sources import is_own
 from tula_hpc.records import Footprint, Identity, Trial
-from tula_hpc.user_code import TRIED_BEFORE, blamed, is_entry_point, kind_of, spread, told
+from tula_hpc.user_code import TRIED_BEFORE, blamed, describe_error, is_entry_point, kind_of, spread
 from tula_hpc.workloads.fake_steps import build_without_memory
 from tula_hpc.workloads.footprint import estimate_footprint, host_baseline
 from tula_hpc.workloads.workload import (
@@ -231,7 +231,7 @@ def _trial_of(sweep: SweepSpec, cluster: ClusterSpec, partitions: Sequence[str])
         try:
             found[name] = estimate_footprint(sweep, part, host_bytes=host, data=data)
         except Exception as error:  # noqa: BLE001 # the user's code may raise anything
-            reasons[name] = f"cannot be estimated: {told(error)}"
+            reasons[name] = f"cannot be estimated: {describe_error(error)}"
     return Trial(identity=identity, footprints=found, reasons=reasons)
 
 
@@ -254,9 +254,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     begin_process()
-    code, said = _try(options)
+    code, message = _try(options)
     # printed last: objects of code that failed are gone by now, and may have printed at that
-    write_out(f"{said}\n", sys.stderr if code else sys.stdout)
+    write_out(f"{message}\n", sys.stderr if code else sys.stdout)
     return code
 
 
@@ -270,7 +270,7 @@ def _try(options: argparse.Namespace) -> tuple[int, str]:
     except InputError as error:
         return 3 if _may_be_only_here(error, cluster) else 2, str(error)
     except (Exception, SystemExit) as error:  # noqa: BLE001 # the user's code may raise anything
-        return 1, told(error)
+        return 1, describe_error(error)
     trial = trial.model_copy(update={"warnings": tuple(_own_warnings(caught))})
     return 0, trial.model_dump_json()
 

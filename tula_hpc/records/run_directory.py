@@ -138,7 +138,7 @@ class RunDirectory:
         # log of all stages
         self.events_file = self.root / "events.jsonl"
         # which events `on_event` was already run for
-        self.told_file = self.root / "told.json"
+        self.notifications_file = self.root / "told.json"
         # the scheduler's records of the run's jobs
         self.accounting_file = self.root / "accounting.jsonl"
 
@@ -175,7 +175,12 @@ class RunDirectory:
         """
         rooms = (self.slurm, self.profile, self.root / "train", self.report)
         left = [room for room in rooms if room.is_dir() and any(room.iterdir())]
-        documents = [self.events_file, self.trial_file, self.accounting_file, self.told_file]
+        documents = [
+            self.events_file,
+            self.trial_file,
+            self.accounting_file,
+            self.notifications_file,
+        ]
         documents += self.root.glob("footprint*.json")
         documents = [path for path in documents if path.exists()]
         if not left:

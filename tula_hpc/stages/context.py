@@ -27,8 +27,8 @@ from tula_hpc.formatting import (
 )
 from tula_hpc.launch.diagnosis import (
     BY_HAND,
+    informative_line,
     is_own_sentence,
-    telling_line,
     without_chatter,
 )
 from tula_hpc.launch.job_files import Submitted
@@ -239,7 +239,7 @@ def failed_measurement(
 
 def why_ended(end: Ended) -> str:
     """Return why a job ended without a result; a log does not mention a cancellation."""
-    return BY_HAND if end.failure is Failure.CANCELLED else telling_line(end.log_tail)
+    return BY_HAND if end.failure is Failure.CANCELLED else informative_line(end.log_tail)
 
 
 def why_interrupted(sweep: Sweep) -> dict[str, list[str]]:
@@ -329,7 +329,7 @@ def describe_failures(failures: Sequence[Ended]) -> str:
         return "see profile/*.jsonl for the reasons"
     first = failures[0]
     log = f"\nlog: {first.log_file}" if first.log_file else ""
-    line = telling_line(first.log_tail)
+    line = informative_line(first.log_tail)
     # in these cases the line is a sentence that says what to do
     if first.failure.is_the_users or first.failure is Failure.NO_SPACE:
         return f"{line}{log}"

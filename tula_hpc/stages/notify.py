@@ -32,32 +32,32 @@ MOST_WORDS = 500
 SHELL = ("/bin/sh", "-c", 'eval "$TULA_ON_EVENT"')
 
 
-class Told(Record):
+class Notifications(Record):
     """told.json: the notifications so far."""
 
     # number of events of events.jsonl, from its beginning, that have been handled
     events: int
-    # keys of the notifications that are sent only once; see `tell`
+    # keys of the notifications that are sent only once; see `notify`
     said: list[str] = Field(default=[])
     # whether the user was warned that on_event fails
     complained: bool = False
 
 
-def tell(sweep: Sweep, event: str, message: str, name: str = "") -> None:
+def notify(sweep: Sweep, event: str, message: str, name: str = "") -> None:
     """Run on_event for an event, unless that was done for the same name and the same jobs.
 
     `name` distinguishes events of the same kind.
     """
     if sweep.cluster.on_event is None:
         return
-    told = _read(sweep)
+    sent = _read(sweep)
     jobs = len(sweep.run.history().submissions("profile", "train"))
     key = f"{event} {name} {jobs}"
-    if key not in told.said and _keep(sweep, told.model_copy(update={"said": [*told.said, key]})):
+    if key not in sent.said and _keep(sweep, sent.model_copy(update={"said": [*sent.said, key]})):
         _run(sweep, event, message)
 
 
-def tell_news(sweep: Sweep, running: int = 0) -> None:
+def notify_of_news(sweep: Sweep, running: int = 0) -> None:
     """Run on_event for all events that trainings have logged since the last call.
 
     `running` is the number of running jobs of the plan's training.
@@ -65,11 +65,11 @@ def tell_news(sweep: Sweep, running: int = 0) -> None:
     if sweep.cluster.on_event is None:
         return
     if running:
-        tell(sweep, "training_started", "the training runs")
-    told, history = _read(sweep), sweep.run.history()
-    news = history.news(told.events)
+        notify(sweep, "training_started", "the training runs")
+    sent, history = _read(sweep), sweep.run.history()
+    news = history.news(sent.events)
     events = len(history.events)
-    if events == told.events or not _keep(sweep, told.model_copy(update={"events": events})):
+    if events == sent.events or not _keep(sweep, sent.model_copy(update={"events": events})):
         return
     for each in news:
         is_main = each.label == MAIN_LABEL
@@ -78,19 +78,19 @@ def tell_news(sweep: Sweep, running: int = 0) -> None:
             _run(sweep, each.kind, each.text if is_main else f"{each.label}: {each.text}")
 
 
-def _read(sweep: Sweep) -> Told:
+def _read(sweep: Sweep) -> Notifications:
     try:
-        return read_document(Told, sweep.run.told_file)
+        return read_document(Notifications, sweep.run.notifications_file)
     except (FileNotFoundError, RunDirectoryError):
         # events from before this command are no news
         before = [e for e in sweep.run.history().events if e.time < sweep.started_at]
-        return Told(events=len(before))
+        return Notifications(events=len(before))
 
 
-def _keep(sweep: Sweep, told: Told) -> bool:
+def _keep(sweep: Sweep, sent: Notifications) -> bool:
     """Record a notification before it is sent, so that none is sent twice after a kill."""
     try:
-        write_atomically(sweep.run.told_file, told.model_dump_json())
+        write_atomically(sweep.run.notifications_file, sent.model_dump_json())
     except StorageError as error:
         sys.stderr.write(f"on_event: not run: {error}\n")
         return False
@@ -109,7 +109,7 @@ def _run(sweep: Sweep, event: str, message: str) -> None:
         problem = first_line(done.complaint) if done.code else ""
     except LaunchError:
         problem = f"did not end within {TIME_LIMIT_S:g} s, and was killed"
-    told = _read(sweep)
-    if problem and not told.complained:
-        _keep(sweep, told.model_copy(update={"complained": True}))
+    sent = _read(sweep)
+    if problem and not sent.complained:
+        _keep(sweep, sent.model_copy(update={"complained": True}))
         sys.stderr.write(f"warning: on_event, for {event}: {problem}; the sweep goes on\n")

@@ -13,7 +13,7 @@ from tula_hpc.env import unix_time
 from tula_hpc.errors import InputError, StageError, StorageError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import printable
-from tula_hpc.launch.diagnosis import BY_HAND, telling_line
+from tula_hpc.launch.diagnosis import BY_HAND, informative_line
 from tula_hpc.launch.job_files import Submitted, times_out
 from tula_hpc.launch.job_specs import ProfileJob
 from tula_hpc.launch.launcher import Ended, JobsNow
@@ -335,7 +335,7 @@ def _tried(sweep: Sweep) -> dict[tuple[str, Configuration], str]:
 def _record_end(part: Sweep, job: Submission, end: Ended) -> bool:
     """Record how a job ended; return whether a configuration, and not a preemption, ended it."""
     output = part.run.root / job.output
-    blamed = died_of(job.configurations, output) if output.is_file() else None
+    blamed = blamed_configuration(job.configurations, output) if output.is_file() else None
     preempted = end.failure is Failure.PREEMPTED
     if blamed is not None and _is_an_attempt(part, blamed, end):
         record = failed_measurement(part.cluster, blamed, end, part.partition)
@@ -353,7 +353,7 @@ def _record_end(part: Sweep, job: Submission, end: Ended) -> bool:
             "configuration": list(blamed),
             "partition": part.partition,
         }
-        detail = telling_line(end.log_tail)
+        detail = informative_line(end.log_tail)
         part.run.log_event(
             "ended", "profile", job_id=job.job_id, failure=end.failure, detail=detail, data=data
         )
@@ -366,7 +366,7 @@ def _record_end(part: Sweep, job: Submission, end: Ended) -> bool:
 def _how_it_failed(blamed: Configuration, end: Ended) -> str:
     # "bug" adds nothing to our own sentences and others' exceptions
     kind = "" if end.failure is Failure.BUG else end.failure.value.replace("_", " ")
-    why = ": ".join(filter(None, [kind, telling_line(end.log_tail).rstrip(".")]))
+    why = ": ".join(filter(None, [kind, informative_line(end.log_tail).rstrip(".")]))
     log = f"; log: {end.log_file}" if end.log_file else ""
     return f"job {end.job.job_id} failed while it measured {blamed} ({why}){log}"
 
@@ -479,7 +479,7 @@ def _last_passes(output: Path) -> int | None:
     return notes[-1].accumulation if notes else None
 
 
-def died_of(group: Sequence[Configuration], output: Path) -> Configuration | None:
+def blamed_configuration(group: Sequence[Configuration], output: Path) -> Configuration | None:
     """Return the configuration that ended a job, and of which the job has no record, if any.
 
     If a job died before it began to measure, the first configuration of its list is blamed, so that

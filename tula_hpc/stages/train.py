@@ -57,7 +57,7 @@ from tula_hpc.stages.context import (
     why_ended,
     why_interrupted,
 )
-from tula_hpc.stages.notify import tell_news
+from tula_hpc.stages.notify import notify_of_news
 
 # longest wait for a result: NFS clients remember for up to a minute that a file was not there
 RESULT_WAIT_S = 90.0
@@ -88,7 +88,7 @@ def train_stage(sweep: Sweep, plan: Plan) -> TrainResult:
                 candidate = next_candidate(plan, sweep.run, sweep.spec.training.max_fallbacks)
                 _submit_training(sweep, candidate, tick)
         note_unseen_ends(sweep.run, [MAIN_LABEL])
-        tell_news(sweep)
+        notify_of_news(sweep)
         result = read_document(TrainResult, files.result_file)
         score = format_score(result.test_accuracy, result.test_loss)
         # a script may stop early
@@ -117,7 +117,7 @@ def _see_to(
     part = sweep.on(job.partition or "")
     (end,) = part.launcher.wait([submitted_job(sweep.run, job)], tick)
     outcome = settle(part, job, end, policy)
-    tell_news(sweep)
+    notify_of_news(sweep)
     if outcome.next_step is NextStep.GIVE_UP:
         error: type[StageError] = StageError
         if outcome.failure.kind is Failure.CANCELLED:
@@ -407,7 +407,7 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
     interruptions = InterruptionNews(sweep, "training")
 
     def tick(now: JobsNow) -> None:
-        tell_news(sweep, now.running)
+        notify_of_news(sweep, now.running)
         interruptions.tell(now.waiting)
         history = sweep.run.history()
         restart = history.last_restart(MAIN_LABEL)

@@ -30,7 +30,7 @@ from tula_hpc.stages.context import (
     note_unseen_ends,
     submitted_job,
 )
-from tula_hpc.stages.notify import tell_news
+from tula_hpc.stages.notify import notify_of_news
 from tula_hpc.stages.train import Settled, report_deletion, settle, time_limit_advice
 
 # submitted at once: many sites allow a user fewer jobs than Slurm allows an array tasks
@@ -155,7 +155,7 @@ class Trainings:
     def _settle(self, end: Ended) -> None:
         job = self.running.pop(end.job.job_id)
         outcome = settle(self.sweep, job, end, self.policy)
-        tell_news(self.sweep)
+        notify_of_news(self.sweep)
         if outcome.next_step is NextStep.DONE:
             return
         self._refuse_hopeless(outcome)

@@ -17,13 +17,13 @@ from tula_hpc.env import unix_time
 from tula_hpc.errors import InputError, RunDirectoryError
 from tula_hpc.files import (
     MEASUREMENTS_GONE,
-    PLAN_ALONE,
+    PLAN_WITHOUT_MEASUREMENTS,
     has_no_room,
     in_words,
     not_a_run,
     open_regular,
 )
-from tula_hpc.launch.diagnosis import read_logs, telling_line
+from tula_hpc.launch.diagnosis import informative_line, read_logs
 from tula_hpc.launch.job_files import Submitted
 from tula_hpc.launch.launcher import NOTICE
 from tula_hpc.records import (
@@ -151,7 +151,7 @@ def _read(run: RunDirectory) -> Facts:
         doubts.append(MEASUREMENTS_GONE)
     elif is_without and run.plan_file.exists():
         doubts.append(
-            f"{PLAN_ALONE}: put profile/ back, or run the same command again, which measures and "
+            f"{PLAN_WITHOUT_MEASUREMENTS}: put profile/ back, or run the same command again, which measures and "
             "plans anew"
         )
     history = RunHistory(logged.records)
@@ -329,4 +329,4 @@ def _lines_from_end(path: Path) -> Iterator[bytes]:
 def find_log(folder: Path, job_id: str) -> tuple[str, str]:
     """Return the log that best explains a job's end, and its most telling line, or "" twice."""
     best, logs = read_logs(Submitted(job_id, folder).log_files())
-    return (str(best), telling_line("\n".join(logs))) if best else ("", "")
+    return (str(best), informative_line("\n".join(logs))) if best else ("", "")

@@ -202,7 +202,7 @@ def _promise(promise: PromiseStatus) -> str:
     paid = format_money(promise.paid, currency)
     told_by = {"accounting": "accounting", "notes": "the run's own records"}[promise.told_by]
     cost = f"cost {paid}, predicted: {format_money(promise.expected_cost, currency)}"
-    return f"{taken}; {cost}; by {told_by}"
+    return f"{taken}; {cost}; by {source}"
 
 
 def _training_lines(training: TrainingStatus) -> Iterator[Line]:
@@ -368,8 +368,8 @@ def _failure_lines(failures: Sequence[JobStatus], state: str) -> Iterator[Line]:
         named = " ".join(filter(None, [job.job_id, job.stage, job.label or job.what]))
         why = failure_words(job, "ended without a result")
         # the state already says it, in a long sentence with the remedy
-        is_said = job.failure is not None and job.failure.is_the_users and why in state
-        yield label, f"{named}: as said above" if is_said else f"{named}: {why}"
+        is_shown = job.failure is not None and job.failure.is_the_users and why in state
+        yield label, f"{named}: as said above" if is_shown else f"{named}: {why}"
         label = ""
         if job.log_file:
             yield "", f"log: {job.log_file}"

@@ -21,13 +21,13 @@ def run(job: TrainJob) -> str:
     # the folder may have been deleted while this job waited
     RunDirectory(job.root).make_train(job.label)
     with loading_libraries():
-        from tula_hpc.ddp.device_errors import telling_broken_devices
-        from tula_hpc.ddp.own_errors import telling_own_mistakes
+        from tula_hpc.ddp.device_errors import reporting_broken_devices
+        from tula_hpc.ddp.own_errors import explaining_own_mistakes
         from tula_hpc.training.loop import run_training
 
     with (
         leaving_at_once(),
-        telling_own_mistakes(job.sweep.workload),
-        telling_broken_devices(job.root, "train"),
+        explaining_own_mistakes(job.sweep.workload),
+        reporting_broken_devices(job.root, "train"),
     ):
         return run_training(job, stop)

@@ -41,10 +41,10 @@ from tula_hpc.config import (
     ClusterSpec,
     SweepSpec,
     WorkloadSpec,
+    exposure_warning,
     load_together,
     local_batches,
     sweep_for,
-    told_by_set,
 )
 from tula_hpc.config.workload import DATASETS
 from tula_hpc.env import begin_process
@@ -247,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0 done, 1 cannot be estimated, 2 wrong input."""
     options = _parser().parse_args(arguments)
     begin_process()
-    if warning := told_by_set(options.set):
+    if warning := exposure_warning(options.set):
         print(f"warning: {warning}", file=sys.stderr)
     try:
         # a data set that is known by its name need not be on this machine
@@ -269,9 +269,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except Exception as error:  # noqa: BLE001 # the user's code may raise anything
-        from tula_hpc.user_code import told
+        from tula_hpc.user_code import describe_error
 
-        print(f"cannot be estimated: {told(error)}", file=sys.stderr)
+        print(f"cannot be estimated: {describe_error(error)}", file=sys.stderr)
         return 1
     lines: list[str] = []
     for name, footprint in footprints.items():

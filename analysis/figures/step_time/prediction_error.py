@@ -169,7 +169,7 @@ def _draw_training(axes: Axes, x: int, error: Error, look: style.SizeStyle) -> N
     (star,) = axes.plot([x], [value], "*", color=look.colour, markersize=13)
     star.set(markeredgecolor=style.INK.light, markeredgewidth=0.7)
     text = format_percent(error.relative, signed=True)
-    style.write_beside(axes, text, (x, value), (9, 0), va="center", size=8.5)
+    style.annotate_near(axes, text, (x, value), (9, 0), va="center", size=8.5)
 
 
 def _error_title(steps: Sequence[Error], trainings: Sequence[Error]) -> str:

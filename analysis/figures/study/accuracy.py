@@ -146,7 +146,7 @@ def _draw_small_batch(axes: Axes, small: Entry) -> float:
     text = f"{small.column} at B = {small.batch:,}: {percent(small.test)}"
     # the text is at the right, since there is most room above large batches that lost accuracy
     right = ("axes fraction", "data")
-    style.write_beside(axes, text, (0.99, mean), (0, 4), xycoords=right, ha="right", size=8)
+    style.annotate_near(axes, text, (0.99, mean), (0, 4), xycoords=right, ha="right", size=8)
     return mean
 
 

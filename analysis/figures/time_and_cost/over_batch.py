@@ -254,7 +254,7 @@ def _shade_infeasible(axes: Axes, curves: Curves) -> None:
     grey = style.SHADE.light
     axes.axvspan((last * first) ** 0.5, axes.get_xlim()[1], color=grey, zorder=0)
     text = "not feasible\non any N"
-    note = style.write_beside(axes, text, (1, 1), (-4, -4), xycoords="axes fraction", size=8)
+    note = style.annotate_near(axes, text, (1, 1), (-4, -4), xycoords="axes fraction", size=8)
     note.set(ha="right", va="top", color=style.MUTED.light)
 
 

@@ -117,7 +117,7 @@ def around_next(note: Callable[[object, object], None], listener: Any) -> None:
     kind.__next__ = following  # type: ignore[method-assign] # to note each batch
 
 
-def tell_beginnings(then: Callable[[object], None]) -> None:
+def watch_beginnings(then: Callable[[object], None]) -> None:
     """Call a function with each loader of torch before an iterator is made of it."""
     original = DataLoader.__iter__
 

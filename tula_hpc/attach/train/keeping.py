@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 from tula_hpc.attach import be_around
 from tula_hpc.attach.frameworks.folders import batch_of, check_folders, kept_in_folder
-from tula_hpc.attach.hooks.patches import tell_beginnings
-from tula_hpc.attach.reporting import Said
+from tula_hpc.attach.hooks.patches import watch_beginnings
+from tula_hpc.attach.reporting import ProcessMessage
 from tula_hpc.attach.train.first_pass import rehearse_first_pass
 from tula_hpc.attach.train.loaders import (
     LoaderHistory,
@@ -40,7 +40,7 @@ from tula_hpc.checkpoint.store import CheckpointStore, LoadedCheckpoint
 from tula_hpc.ddp.agreement import Agreement
 from tula_hpc.errors import InputError
 from tula_hpc.records.events import EventName
-from tula_hpc.user_code import told
+from tula_hpc.user_code import describe_error
 
 # name under which the state of a method that scales gradients is kept
 SCALING = "gradient scaling"
@@ -143,7 +143,7 @@ class Keeper(SafePoints):
         except (RuntimeError, ValueError, KeyError) as error:
             raise InputError(
                 f"its state in {loaded.path.name} does not fit; if the script was changed, undo "
-                f"that, or move {self.store.folder} away to begin anew ({told(error)})",
+                f"that, or move {self.store.folder} away to begin anew ({describe_error(error)})",
                 source=f"tula.keep({name}=…)",
             ) from error
 
@@ -478,9 +478,9 @@ class KeptTraining(ScriptTraining):
         self.keeper = Keeper(self)
         self.keeper.history.install()
         be_around(self.keeper)
-        tell_beginnings(self.keeper.note_beginning)
+        watch_beginnings(self.keeper.note_beginning)
 
-    def ended(self, code: int) -> Said:
+    def ended(self, code: int) -> ProcessMessage:
         """See `Mode`."""
         self.keeper.close()
         return super().ended(code)
@@ -488,7 +488,7 @@ class KeptTraining(ScriptTraining):
     def fail(self, error: BaseException, so_far: dict[str, Any] | None = None) -> NoReturn:
         """See `Mode`."""
         self.keeper.close()
-        super().fail(error, so_far or self.told("stopped").result)
+        super().fail(error, so_far or self.end_message("stopped").result)
 
     def circumstances(self) -> str:
         """See `Mode`."""

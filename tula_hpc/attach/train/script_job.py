@@ -63,10 +63,10 @@ def run(job: TrainJob) -> str:
     RunDirectory(job.root).make_train(job.label)
     env = join_job()
     with loading_libraries():
-        from tula_hpc.ddp.device_errors import telling_broken_devices
+        from tula_hpc.ddp.device_errors import reporting_broken_devices
         from tula_hpc.ddp.process_group import Allocation
 
-    with leaving_at_once(), telling_broken_devices(job.root, "train"):
+    with leaving_at_once(), reporting_broken_devices(job.root, "train"):
         allocation = Allocation(job.cluster, env, PATIENCE)
         return ScriptJob(job, allocation, stop).run()
 
@@ -111,7 +111,7 @@ class ScriptJob:
         found = worst(outcomes)
         if not found.is_done:
             self._fail(found)
-        ends = [TrainedSoFar.model_validate(each.said.result) for each in outcomes]
+        ends = [TrainedSoFar.model_validate(each.message.result) for each in outcomes]
         restarts = max(start.restarts, ends[0].restarts)
         self.progress = ends[0].model_copy(update={"restarts": restarts})
         if any(each.end == "stopped" for each in ends):
@@ -190,7 +190,7 @@ class ScriptJob:
                 def look(child: Child) -> str | None:
                     self._pass_on(child, peers)
                     scores.look()
-                    return hangs.look(None if child.said() is None else child.silent_s())
+                    return hangs.look(None if child.message() is None else child.silent_s())
 
                 return processes.watch(child, peers, first_step_s, look)
 
@@ -202,7 +202,7 @@ class ScriptJob:
             mode="train",
             program=script._replace(arguments=(*script.arguments, *start.resuming)),
             home=Path.cwd(),
-            said=self.folder / f"rank-{self.place.rank}.said",
+            message_file=self.folder / f"rank-{self.place.rank}.said",
             parent=os.getpid(),
             rank=self.place.rank,
             world_size=self.place.world_size,
@@ -257,7 +257,7 @@ class ScriptJob:
             number = signal.SIGTERM
         if number is not None:
             self._passed_on = True
-            if child.said() is None:
+            if child.message() is None:
                 # before its first step it may not be prepared for other signals, and loses nothing
                 number = signal.SIGTERM
             child.process.send_signal(number)
@@ -268,27 +268,29 @@ class ScriptJob:
         A script that ends by itself counts as stopped if it was asked to stop. It has failed if its
         exit code is not 0, or if it has never taken a step.
         """
-        from tula_hpc.attach.reporting import Said
+        from tula_hpc.attach.reporting import ProcessMessage
 
-        said = mine.said
+        message = mine.message
         # the script was stopped without a checkpoint of ours at this step
         unsaved = {"end": "stopped", "is_kept": False}
         is_asked = self.stop.received is not None or peers.are_asked_to_stop()
-        if said.state != "done":
+        if message.state != "done":
             # ended by the signal, or by what its own handler raised
-            if is_asked and not (said.failure and said.failure.is_oom):
-                stopped = Said(state="done", steps=said.steps, result={**said.result, **unsaved})
-                return mine.model_copy(update={"said": stopped})
+            if is_asked and not (message.failure and message.failure.is_oom):
+                stopped = ProcessMessage(
+                    state="done", steps=message.steps, result={**message.result, **unsaved}
+                )
+                return mine.model_copy(update={"message": stopped})
             return mine
-        if said.result.get("end") != "exited":
+        if message.result.get("end") != "exited":
             return mine
-        if is_asked and not self._is_whole(said.result):
-            stopped = said.model_copy(update={"result": {**said.result, **unsaved}})
-            return mine.model_copy(update={"said": stopped})
+        if is_asked and not self._is_whole(message.result):
+            stopped = message.model_copy(update={"result": {**message.result, **unsaved}})
+            return mine.model_copy(update={"message": stopped})
         how = ""
-        if code := said.result.get("code"):
-            how = f"ended with exit code {code} after {said.steps} steps"
-        elif said.result.get("step") == 0 and not said.result.get("restarts"):
+        if code := message.result.get("code"):
+            how = f"ended with exit code {code} after {message.steps} steps"
+        elif message.result.get("step") == 0 and not message.result.get("restarts"):
             how = (
                 "ended without an optimizer step; if it goes on from a file of an earlier training "
                 "by itself, take that file away, and run the same command again"
@@ -296,8 +298,8 @@ class ScriptJob:
         if not how:
             return mine
         detail = f"{self.job.sweep.workload.script_name} {how}"
-        failed = Said(state="failed", failure=Failure.BAD_INPUT, detail=detail)
-        return mine.model_copy(update={"said": failed})
+        failed = ProcessMessage(state="failed", failure=Failure.BAD_INPUT, detail=detail)
+        return mine.model_copy(update={"message": failed})
 
     def _is_whole(self, result: dict[str, Any]) -> bool:
         return self._has_all(result["epoch"], result["step"]) and not result["code"]

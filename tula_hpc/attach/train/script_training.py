@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tula_hpc.attach.hooks.passes import Apart
 from tula_hpc.attach.hooks.step_times import StepTimes
 from tula_hpc.attach.own_folder import Saved
-from tula_hpc.attach.reporting import ChildSpec, Mode, Said, leave
+from tula_hpc.attach.reporting import ChildSpec, Mode, ProcessMessage, leave
 from tula_hpc.attach.train.peers import ScriptPeers, synchronize
 from tula_hpc.attach.train.resume_point import ScriptProgress, TrainedSoFar
 from tula_hpc.attach.train.scores import SCORES, as_share
@@ -156,16 +156,16 @@ class ScriptTraining(Mode):
         else:
             signal.raise_signal(signal.SIGTERM)
 
-    def ended(self, code: int) -> Said:
+    def ended(self, code: int) -> ProcessMessage:
         """See `Mode`."""
         if not self.is_kept:
             self.end_open_epoch()
         self.write_steps()
         if code == 0 and self._times.stepped_at is not None:
             self._count_pause(time.perf_counter() - self._times.stepped_at)
-        return self.told("exited", code)
+        return self.end_message("exited", code)
 
-    def told(self, end: Literal["stopped", "exited"], code: int = 0) -> Said:
+    def end_message(self, end: Literal["stopped", "exited"], code: int = 0) -> ProcessMessage:
         """Return the message with which this process ends."""
         facts = {
             **asdict(self.progress),
@@ -175,12 +175,12 @@ class ScriptTraining(Mode):
             "further_steps": self.hooks.further_steps,
         }
         so_far = TrainedSoFar.model_validate(facts)
-        return Said(state="done", steps=self.steps, result=so_far.model_dump())
+        return ProcessMessage(state="done", steps=self.steps, result=so_far.model_dump())
 
     def leave_stopped(self) -> NoReturn:
         """End this process, as all workers have agreed."""
         self.write_steps()
-        self.say(self.told("stopped"))
+        self.say(self.end_message("stopped"))
         leave(0)
 
     def asked(self) -> Collection[int]:
