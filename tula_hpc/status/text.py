@@ -200,7 +200,7 @@ def _promise(promise: PromiseStatus) -> str:
     taken = f"took {format_duration(promise.actual_s)}, {expected}"
     currency = promise.promised_currency
     paid = format_money(promise.paid, currency)
-    told_by = {"accounting": "accounting", "notes": "the run's own records"}[promise.told_by]
+    source = {"accounting": "accounting", "notes": "the run's own records"}[promise.told_by]
     cost = f"cost {paid}, predicted: {format_money(promise.expected_cost, currency)}"
     return f"{taken}; {cost}; by {source}"
 
