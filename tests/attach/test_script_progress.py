@@ -177,6 +177,17 @@ def test_all_passes_of_a_first_step_count_though_the_model_was_not_known_before(
     assert [(row.step, row.samples_seen) for row in told.metrics().epochs] == [(2, 16), (4, 32)]
 
 
+def test_a_first_step_of_fewer_passes_than_later_ones_counts_these_alone(tmp_path: Path, clock: Clock) -> None:
+    """As YOLO's, whose model is not known before that step."""
+    told = Told(tmp_path, clock, samples=16)
+    told.training.settings = told.training.settings.model_copy(update={"forward_batch": 2})
+    told.training.hooks.backward.count = 1
+    told.training.gradients_ready()
+    told.training.step_ends()
+    told.step(6, 3)
+    assert told.training.progress.samples_seen == 8
+
+
 def test_steps_to_find_a_rate_are_none_and_those_after_the_last_epoch_do_not_count(
     tmp_path: Path, clock: Clock
 ) -> None:

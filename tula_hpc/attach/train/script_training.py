@@ -320,8 +320,8 @@ class ScriptTraining(Mode):
             # an evaluation with gradients looks like training, but has no backward passes
             samples = min(samples, self._whole)
         elif self.steps == 1 and not self.models and backward > self._backward_due:
-            # a single worker, whose model was not known before its first step
-            samples = self._whole
+            # a single worker, whose model was not known before its first step, of maybe few passes
+            samples = min(self._whole, backward * self.settings.forward_batch or self._whole)
         self._backward_due = backward
         self._carried = 0
         if self._samples_before and not self.is_kept:
