@@ -170,6 +170,26 @@ def test_where_no_argument_is_the_batch_one_that_the_script_has_is_suggested(
     assert f"arguments = {json.dumps(suggested)}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("parsed", [False, True])
+def test_a_script_that_takes_only_a_file_of_settings_is_not_given_options_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, parsed: bool
+) -> None:
+    seen: dict[str, object] = {"forward_batch": 7, "accumulation": 1, "samples": 640, "others": [], "device": "cpu"}
+    seen["measurement"] = {"status": "oom", "nodes": 1, "workers_per_node": 1, "local_batch": 1, "finished_at": 0.0}
+    seen["options"] = {"names": {"--batch": "--batch"} if parsed else {}, "values": {}}
+    monkeypatch.setattr("tula_hpc.attach.__main__._look", lambda *_: seen)
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    own = '["--batch", "{local_batch}"]'
+    Path("train.toml").write_text(f'name = "a"\n[workload]\nscript = "train.py"\narguments = {own}\n')
+    assert main(["--into", "train.toml", "train.py", "args.json"]) == 0
+    printed = capsys.readouterr().out
+    both = '["args.json", "--batch", "{local_batch}"]'
+    assert f"arguments = {both if parsed else own}" in Path("train.toml").read_text()
+    by_hand = 'fill in arguments = ["args-{local_batch}.json"] (the script was given only args.json and parsed no '
+    assert (by_hand in printed, "it is complete" in printed) == (not parsed, parsed)
+
+
 @pytest.mark.parametrize(
     ("source", "suggested"),
     [

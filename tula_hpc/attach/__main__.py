@@ -83,6 +83,8 @@ if TYPE_CHECKING:
 UNEVEN = 0.3
 # commands that start a script, which users may put before it
 LAUNCHER = re.compile(r"python[\d.]*|torchrun|accelerate|srun")
+# files of settings
+SETTINGS = (".json", ".yaml", ".yml", ".toml")
 # longest time until the first step, and between two steps
 PATIENCE_S = 600.0
 
@@ -154,7 +156,8 @@ def _run(options: argparse.Namespace) -> int:
         known = {key: value for key, value in table.items() if key not in unknown}
         known["base_batch"] = _step_batch(result)
         # an argument in the file may carry the batch, though none of this run does
-        completed = _complete(options.into, known, table["arguments"], names)
+        by_hand = unknown.get("arguments") if _settings_alone(options.arguments, names) else None
+        completed = _complete(options.into, known, table["arguments"], names, by_hand)
     if options.json:
         content = {"schema_version": 1, **result, "workload": table, "unknown": list(unknown)}
         lines = [json.dumps(content, indent=1)]
@@ -355,6 +358,13 @@ def _table(
                 "source or environment; give it an option for that"
             )
         carrying = _with_batch(arguments, known, options)
+        if got and (settings := _settings_alone(arguments, known.names)):
+            place = Path(settings)
+            carrying = [str(place.with_stem(f"{place.stem}-{{local_batch}}"))]
+            words = (
+                f"the script was given only {settings} and parsed no options: write one such file "
+                "for each batch that is tried"
+            )
         if got and (named := _named_by(arguments, got)):
             carrying = named
             words = (
@@ -376,6 +386,15 @@ def _table(
         key: Line(key, value, f"{words}: {UNKNOWN}", asked=True)
         for key, (value, words) in asked.items()
     }
+
+
+def _settings_alone(arguments: Sequence[str], names: Mapping[str, str]) -> str:
+    """Return the file of settings that a script takes instead of options; "" if it takes options.
+
+    `HfArgumentParser` refuses options beside its file.
+    """
+    is_alone = len(arguments) == 1 and not names and Path(arguments[0]).suffix in SETTINGS
+    return arguments[0] if is_alone else ""
 
 
 def _named_by(arguments: list[str], batch: int) -> list[str]:
@@ -435,17 +454,22 @@ def _step_batch(result: Mapping[str, Any]) -> int:
 
 
 def _complete(
-    path: Path, table: dict[str, Any], arguments: Sequence[str], names: Mapping[str, str]
+    path: Path,
+    table: dict[str, Any],
+    arguments: Sequence[str],
+    names: Mapping[str, str],
+    by_hand: Line | None = None,
 ) -> str:
     """Write values that a sweep file lacks; return a sentence on what was added and is missing.
 
     `table` has the known keys of the workload, and one worker's `base_batch`, 0 where it is
     unknown. `arguments` have placeholders; `names` has each option's longest name by any name.
+    `by_hand` has the arguments that the user has to write, if those in the file are no use.
     """
     text = path.read_text()
     table = {**table, "base_batch": table["base_batch"] * workers_in(text)}
     text, keys = fill_in(text, table)
-    text, added = with_arguments(text, arguments, names)
+    text, added = with_arguments(text, () if by_hand else arguments, names)
     if keys or added:
         write_atomically(path, text)
     got = [f"{key} = {json.dumps(table[key], ensure_ascii=False)}" for key in keys]
@@ -453,6 +477,10 @@ def _complete(
         got.append(f"arguments with {' '.join(added)}")
     done = f"filled in {', '.join(got)}" if got else "nothing to fill in"
     lacking = [*required_keys(text), *required_arguments(text)]
+    if by_hand is not None:
+        value = json.dumps(by_hand.value, ensure_ascii=False)
+        why = by_hand.comment.removesuffix(f": {UNKNOWN}")
+        lacking.append(f"arguments = {value} ({why})")
     ready = f"fill in {' and '.join(lacking)} by hand" if lacking else "it is complete"
     passes = re.search(r"^accumulation = (\d+)", text, re.MULTILINE)
     seen = table.get("accumulation", 1)
