@@ -1,4 +1,4 @@
-"""Profiles of scripts in processes of their own, without a job around them."""
+"""Profile scripts in their own processes, without a job."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ QUICK = SearchSpec(warmup_steps=1, min_steps=5, max_steps=5)
 def profiled(
     script: Path, arguments: tuple[str, ...], folder: Path, world: int = 1, step_s: float = 60.0, **settings: Any
 ) -> list[ProcessEnd]:
-    """How the process of each rank ended."""
+    """Profile a script; return the end of each rank's process."""
     store = HashStore() if world > 1 else None
     places = [WorkerEnvironment(rank, world, rank, 0, "1", 0, ("here",), False) for rank in range(world)]
     meeting = meeting_from(choose_meeting(places[0]))
@@ -59,7 +59,7 @@ def profiled(
             child = start(spec, variables, work, Path(output.name), output)
             return watch(child, WorkerPeers(store, meeting.run_id), step_s)
 
-    # a process ends with the thread that started it
+    # all threads stay alive in the pool, because a process ends with the thread that started it
     with ThreadPoolExecutor(world) as pool:
         return list(pool.map(run, places))
 

@@ -1,4 +1,4 @@
-"""Which silence of a script's workers is a hang, and where they are then."""
+"""Decide which silence of a script's workers is a hang, and find where they hang."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEAST_S = 60.0
 
 
 class Script:
-    """Gave its last sign of life at a time."""
+    """A script with a given time of its last sign of life."""
 
     def __init__(self) -> None:
         self.now = self.sign_at = 0.0
@@ -37,7 +37,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Script:
 
 
 def silent_for(seconds: int, script: Script, *watches: HangWatch) -> tuple[int, str] | None:
-    """After how many seconds of silence a watch said what; None: all were content. A sign of life follows."""
+    """Stay silent; return the seconds until a watch reports, and its text. None: no report, then a sign of life."""
     for silent in range(seconds):
         script.now += 1.0
         said = [watch.look(script.silent_s) for watch in watches]
@@ -50,7 +50,7 @@ def silent_for(seconds: int, script: Script, *watches: HangWatch) -> tuple[int, 
 def test_silence_far_beyond_the_longest_so_far_is_a_hang(script: Script) -> None:
     watch = HangWatch(WorkerPeers(None, "x"), 0, 1, LEAST_S)
     assert silent_for(20, script, watch) is None
-    # ten times as long as before
+    # a hang is ten times the longest silence so far
     found = silent_for(1000, script, watch)
     assert found is not None
     assert 10 * 19 < found[0] < 10 * 22

@@ -41,9 +41,9 @@ Arguments = Sequence[str]
 
 
 def run_script(place: dict[str, str], spec: ChildSpec, struck: tuple[int, int] | None) -> None:
-    """One process of torchrun's, with the project around it if a signal may come before one of its steps."""
+    """Run the script as one process of torchrun; with `struck`, within the project and with a signal at a step."""
     os.environ |= place
-    # beside the folder of a script is noted where it saved
+    # own folder, because the project notes where a script saved in a file next to the script's folder
     folder = spec.message_file.parent / "script"
     folder.mkdir(exist_ok=True)
     os.chdir(folder)
@@ -70,13 +70,13 @@ def run_script(place: dict[str, str], spec: ChildSpec, struck: tuple[int, int] |
 
 
 def ended(spec: ChildSpec) -> str:
-    """Why a process ended, as far as it says."""
+    """Return the reason that a process gave for its end; empty if it gave none."""
     said = read_message(spec.message_file)
     return str(said.result["end"]) if said is not None and said.state == "done" else ""
 
 
 class Story:
-    """A training of the script and its disturbances."""
+    """A training of the script, in one or several starts."""
 
     def __init__(
         self, folder: Path, workers: int, arguments: Arguments, *, around: bool = True, script: Path = SCRIPT
@@ -85,7 +85,7 @@ class Story:
         self.log, self.workers, self.around = folder / "log", workers, around
         self.arguments = ["--log", str(self.log), *arguments]
         self.starts = 0
-        # of a method that scales gradients
+        # sweep of a method that scales gradients, if any
         self.sweep: dict[str, Any] = {}
         folder.mkdir(mode=0o700)
         if around:
@@ -94,7 +94,7 @@ class Story:
     def start(
         self, at: int = 0, number: int = signal.SIGTERM, only: int | None = None, batch: int = 8
     ) -> list[str | int | None]:
-        """Run all its processes to their end; return why they ended, or the exit code of one that does not say."""
+        """Run all processes to their end; return the reason that each gave for it, or otherwise its exit code."""
         count = str(self.workers)
         place = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": str(free_port())}
         specs = [self.spec(rank, batch) for rank in range(self.workers)]
@@ -114,7 +114,7 @@ class Story:
         return ends
 
     def spec(self, rank: int, batch: int) -> ChildSpec:
-        """What one of its processes is told."""
+        """Return the specification of one process."""
         settings = TrainSettings(
             root=self.run.root, label="main", job_id="1", samples=SAMPLES, global_batch=batch * self.workers,
             log_interval_steps=1, restart_count=self.starts, between_s=3600.0, fixed_s=1e-6,
@@ -128,11 +128,11 @@ class Story:
         )  # fmt: skip
 
     def lines(self, rank: int) -> list[str]:
-        """What it wrote for each batch, those that were done again included."""
+        """Return the lines that a rank wrote for each batch, including repeated batches."""
         return (self.log / f"losses-{rank}.txt").read_text().splitlines()
 
     def weights(self, rank: int = 0) -> dict[str, torch.Tensor]:
-        """At its end."""
+        """Return a rank's weights at the end of the training."""
         weights: dict[str, torch.Tensor] = torch.load(self.log / f"weights-{rank}.pt", weights_only=True)
         return weights
 

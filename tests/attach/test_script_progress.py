@@ -1,4 +1,4 @@
-"""Epochs and times of a script's training, as its steps tell them."""
+"""Epochs and times of a script's training, derived from its steps."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import Configuration, Drift, Metrics, RunDirectory, StepParts, append_record, read_metrics
 
 STEP_S, WAIT_S = 1.0, 0.25
-# of the job
+# Unix time of the job's start
 BEGAN_AT = 1000.0
 
 
 class Clock:
-    """Stands still until it is told."""
+    """A clock that advances only when a test sets it."""
 
     now = 0.0
 
@@ -51,7 +51,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class WatchedTraining:
-    """A training of one worker that is told of steps, and never asked to stop."""
+    """A training of one worker whose steps the test reports; it is never asked to stop."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class WatchedTraining:
         self.training.hooks.inner_model = torch.nn.Linear(2, 2)
 
     def step(self, samples: int = 8, parts: int = 1, *, evaluated_s: float = 0.0, idle: int = 0) -> None:
-        """One step, after a wait and perhaps an evaluation, or one that takes gradients, of so many samples."""
+        """Report a step of `samples`, after a wait and perhaps an evaluation or an unused pass of `idle` samples."""
         if evaluated_s:
             self.training.evaluating()
             self.clock.now += evaluated_s

@@ -57,7 +57,7 @@ def passes(model: DistributedDataParallel, inputs: Tensor, targets: Tensor, accu
 
 
 class Driver(Listener):
-    """Scales the steps of a loop that knows nothing of it, as a training script's process does."""
+    """Scale the steps of a plain loop through hooks, as the process of a training script does."""
 
     def __init__(self, sweep: SweepSpec, workers: int = WORKERS) -> None:
         self.scaling = ScriptScaling(sweep, Configuration(1, workers, BATCH))
@@ -95,7 +95,7 @@ def by_hooks(rank: int, name: str, *, clip: bool = False) -> tuple[list[Tensor],
 
 
 def in_the_loop(rank: int, name: str) -> list[Tensor]:
-    """As `ddp.worker.Worker` does it."""
+    """Train with `TulaOptimizer` in the loop, as `ddp.worker.Worker` does."""
     make, accumulation, training = CASES[name]
     sweep, configuration = spec(accumulation, training), Configuration(1, WORKERS, BATCH)
     model, inputs, targets = model_and_data(rank)
@@ -144,7 +144,7 @@ def hooked(rank: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def of_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Tensor]]]:
-    """Of each rank the weights that each loop comes to."""
+    """The final weights of each loop, for each rank."""
     folder = tmp_path_factory.mktemp("loops")
     start_workers(WORKERS, loops, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORKERS)]

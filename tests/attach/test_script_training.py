@@ -53,7 +53,7 @@ KEPT: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def forked() -> Iterator[None]:
-    """Local jobs are started in `tests/local/test_sweep.py`, those of scripts in `tests/slurm`."""
+    """Fork the jobs: starting them for real is tested in `tests/local/test_sweep.py`, for scripts in `tests/slurm`."""
     with forking_jobs():
         yield
 
@@ -64,7 +64,7 @@ def train(
     strike: Callable[[RunDirectory, int], None] | None = None,
     **training: Any,
 ) -> tuple[RunDirectory, Ended]:
-    """A job that trains, and how it ended; `strike` is given the shell that started it."""
+    """Train in a job; return the run and the job's end. `strike` gets the run and the process id of the job's shell."""
     spec = SweepSpec.model_validate(
         {
             "name": "x",
@@ -86,7 +86,7 @@ def train(
 def at_step(
     step: int, number: int, *, of_script: bool = False, worker: int = -1
 ) -> Callable[[RunDirectory, int], None]:
-    """The signal, for a worker, by default the last, or its script's process, once training is that far."""
+    """Return a `strike` that signals a worker, or its script's process, once training has reached the step."""
 
     def strike(run: RunDirectory, shell: int) -> None:
         deadline = time.monotonic() + 120

@@ -28,12 +28,12 @@ from tula_hpc.attach.hooks.passes import FEW_STEPS, Listener
 from tula_hpc.attach.hooks.step_hooks import MOST_AWAITED, Hooks
 from tula_hpc.batches import LoaderPass, samples_in
 
-# of a watched step in a plain loop, torch's own that they cause with them
+# limit for Python calls in a watched step of a plain loop, including calls that the hooks cause in torch
 MOST_CALLS = 30
 
 
 class Recorder(Listener):
-    """Writes down what it is told."""
+    """A listener that records the calls of the hooks."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -74,7 +74,7 @@ def backward(model: nn.Module, batch: int, width: int = 4) -> torch.Tensor:
 
 
 def known() -> tuple[nn.Linear, torch.optim.SGD]:
-    """A model that nothing wraps, and its optimizer, after the first step, by which it is known."""
+    """Return an unwrapped model and its optimizer after a first step, by which the hooks know them."""
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     backward(model, 1)

@@ -1,4 +1,4 @@
-"""Stand-in for `apptainer exec`: it knows the options that are used, notes what it was given, and runs the command."""
+"""Stand-in for `apptainer exec`: accept the options in use, write down the arguments, and run the command."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Check every argument and mount; then become the command, with the variables that apptainer would set."""
+    """Check every argument and mount; then run the command in this process, with the variables that apptainer sets."""
     notes, *arguments = sys.argv[1:]
     given: dict[str, list[str]] = {"exec": [], "--nv": [], "--bind": [], "--pwd": [], "--writable-tmpfs": []}
     while arguments[0].partition("=")[0] in given:
@@ -24,14 +24,14 @@ def main() -> None:
     note = {"given": given, "python": python, "command": command, "environment": handed}
     Path(notes, f"{rank}.json").write_text(json.dumps(note))
     os.chdir(given["--pwd"][0])
-    # the image has no Python of the login node's
+    # the login node's virtual environment is not in the image
     os.environ.pop("VIRTUAL_ENV", None)
     os.environ |= handed
     os.execvp(python, [python, *command])  # noqa: S606 - as apptainer does
 
 
 def make(folder: Path) -> tuple[Path, Path]:
-    """Put the stand-in into a folder; returns what goes onto PATH, and where each rank's note will be."""
+    """Put the stand-in into a folder; return the folder for PATH and the one for the ranks' notes."""
     programs, notes = folder / "bin", folder / "notes"
     programs.mkdir()
     notes.mkdir()

@@ -34,7 +34,7 @@ from tula_hpc.records import RunDirectory
 
 
 def leave(path: Path) -> Callable[[], None]:
-    """A job that adds a line to a file. An inner function, because those are pickled by value."""
+    """Make a job that adds a line to a file; an inner function, because those are pickled by value."""
 
     def job() -> None:
         with path.open("a") as file:
@@ -44,7 +44,7 @@ def leave(path: Path) -> Callable[[], None]:
 
 
 def keep(path: Path, variable: str) -> Callable[[], None]:
-    """A job that writes a variable of its environment to a file."""
+    """Make a job that writes a variable of its environment to a file."""
 
     def job() -> None:
         path.write_text(os.environ[variable])
@@ -53,7 +53,7 @@ def keep(path: Path, variable: str) -> Callable[[], None]:
 
 
 class Hostile:
-    """Runs a command when it is unpickled."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -63,7 +63,7 @@ class Hostile:
 
 
 def exchange(folder: Path, entry: str, content: bytes) -> None:
-    """Put another folder of the same owner in the place of this one; it holds a stranger's file."""
+    """Replace the folder by another one of the same owner, with foreign content in the entry."""
     folder.rename(folder.with_name("moved"))
     folder.mkdir(mode=0o700)
     for path in folder.with_name("moved").iterdir():
@@ -81,7 +81,7 @@ def with_a_link(folder: Path, entry: str, content: bytes) -> None:
 
 
 def with_a_link_to_its_own(folder: Path, entry: str, _: bytes) -> None:
-    """What is behind a link may be exchanged between two looks at it."""
+    """Replace the entry by a link: its target could be exchanged between two checks."""
     (folder / entry).rename(folder / "own")
     (folder / entry).symlink_to("own")
 
@@ -203,7 +203,7 @@ def test_a_setup_command_that_fails_is_named_in_the_log_without_its_arguments(
 
 
 def waits(path: Path) -> Requeueable:
-    """A job that submitit requeues; what it is must not depend on a module that jobs cannot import."""
+    """Make a job that submitit requeues; an inner class, because jobs cannot import this module."""
 
     class Waits(Requeueable):
         def __call__(self) -> None:
@@ -214,11 +214,11 @@ def waits(path: Path) -> Requeueable:
 
 
 def time_out(there: FewLines, begun: Path) -> str:
-    """Start the job, and have its time run out; returns what it said."""
+    """Start the job and send its time limit's signal; return its output."""
     begun.unlink(missing_ok=True)
     with there.start() as process:
         wait_for(begun)
-        # srun and bash have become, or wait for, the worker
+        # the script's child: srun and bash have replaced themselves by the worker, or wait for it
         workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
         os.kill(int(workers.stdout.split()[0]), signal.SIGUSR2)
         said, _ = process.communicate(timeout=60)

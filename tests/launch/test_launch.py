@@ -33,7 +33,7 @@ from tula_hpc.retry_policy import CONTROL_MINUTES
 
 
 def touch(path: Path, error: bool = False) -> Callable[[], None]:
-    """A job that leaves a file, or fails. An inner function, because those are pickled by value."""
+    """Make a job that leaves a file, or fails; an inner function, because those are pickled by value."""
 
     def job() -> None:
         if error:
@@ -44,7 +44,7 @@ def touch(path: Path, error: bool = False) -> Callable[[], None]:
 
 
 def sleeper() -> Callable[[], None]:
-    """A job that outlives the test unless it is ended."""
+    """Make a job that outlives the test unless it is ended."""
 
     def job() -> None:
         time.sleep(60)
@@ -80,7 +80,7 @@ def test_job_folders_are_unique_to_the_submission(tmp_path: Path) -> None:
 
 
 def processes_of(job: Submitted) -> list[int]:
-    """All that runs for a job."""
+    """Return the ids of all processes of a job."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

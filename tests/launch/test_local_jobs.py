@@ -48,7 +48,7 @@ SWEEP = SweepSpec.model_validate(
 
 
 def note(path: Path) -> Callable[[], None]:
-    """A job that adds a line to a file. An inner function, because those are pickled by value."""
+    """Make a job that adds a line to a file; an inner function, because those are pickled by value."""
 
     def job() -> None:
         with path.open("a") as file:
@@ -58,7 +58,7 @@ def note(path: Path) -> Callable[[], None]:
 
 
 def records(job: ProfileJob) -> Callable[[], None]:
-    """One that writes down a measurement that is made up."""
+    """Make a job that writes a made-up measurement."""
     (configuration,) = job.configurations
     made_up = measurement(configuration, memory=planning_data.memory(configuration.local_batch))
     line, output = made_up.model_dump_json() + "\n", job.output
@@ -108,7 +108,7 @@ def after_the_first_event() -> None:
 
 
 def kill(at: Callable[[], None], work: Callable[[], object]) -> None:
-    """Have a process do this until it is killed at that point."""
+    """Run `work` in a forked process that is killed at the point that `at` prepares."""
     child = os.fork()
     if not child:
         try:
@@ -121,7 +121,7 @@ def kill(at: Callable[[], None], work: Callable[[], object]) -> None:
 
 
 class Command:
-    """What submits two jobs to a run directory of its own."""
+    """A command that submits jobs to its own run directory."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.run = folder, RunDirectory(folder / "run").create()
@@ -132,7 +132,7 @@ class Command:
         self.launcher.submit(jobs, stage="train", nodes=1, minutes=1, data=data)
 
     def wait_until_begun(self, count: int) -> None:
-        """Until the processes of so many jobs have taken their pickles."""
+        """Wait until the processes of `count` jobs have taken their pickles."""
         while len(list(self.run.slurm.glob("*/[01]-*.pkl"))) < count:
             time.sleep(0.01)
 
@@ -146,7 +146,7 @@ def test_what_a_killed_command_has_started_is_found_and_the_rest_never_begins(tm
     commands = {at: Command(tmp_path / at.__name__) for at in expected}
     for at, command in commands.items():
         kill(at, partial(command.submit, "01"))
-        command.wait_until_begun(len(expected[at]))  # a job that is refused before never begins, which is right as well
+        command.wait_until_begun(len(expected[at]))  # jobs that are refused before never begin, which is also correct
         command.launcher.find_lost()
         assert command.labels() == list(expected[at])
         command.submit(sorted({"0", "1"} - set(expected[at])))

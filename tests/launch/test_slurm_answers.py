@@ -33,7 +33,7 @@ TASKS = ["12_0", "12_1"]
 
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is all of PATH; commands that hang or print without end are given up soon."""
+    """A folder that is the whole PATH; commands that hang or print without end are given up soon."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -43,7 +43,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def run(arguments: list[str], timeout_s: float, **how: object) -> bounded_command.Done:
         script = folder / arguments[0]
         text = script.read_bytes() if script.is_file() else b""
-        # what never answers may be given up at once, unless it has first to write down that it was asked
+        # give up almost at once on a command that never answers, unless it first has to write down its call
         waits_in_vain = b"/bin/sleep 600" in text and bytes(folder) not in text
         patience_s = 0.1 if waits_in_vain else 0.4
         return patient(arguments, min(timeout_s, patience_s), **how)  # type: ignore[arg-type]  # handed through
@@ -58,12 +58,12 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Question(NamedTuple):
-    """A function that asks Slurm: by which command, what it answers, and what where there is no answer."""
+    """A function that asks Slurm, with the command that it runs and its results with and without an answer."""
 
     command: str
     ask: Callable[[Path], object]
     answer: object
-    without: object = None  # None: an error
+    without: object = None  # result without an answer; None: an error
 
 
 def ask_runs(_: Path) -> object:
@@ -72,7 +72,7 @@ def ask_runs(_: Path) -> object:
 
 
 def ask_accounts(folder: Path) -> object:
-    """What a command writes down for those that cannot ask."""
+    """Return the accounts that a command records for programs without access to Slurm."""
     ours = launcher(folder)
     for task in TASKS:
         ours.run.log_event("submitted", "train", job_id=task)
@@ -285,7 +285,7 @@ def test_a_status_without_an_answer_is_not_known(
 def test_jobs_are_not_taken_for_gone_where_squeue_says_nothing(
     commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It used to be enough that they were missing from a few answers, were these empty or about the weather."""
+    """Jobs count as gone only in a valid answer without them, not in an empty or a meaningless one."""
     put_commands(commands)
     there = launcher(tmp_path)
     jobs = there.submit([print, print], stage="train", nodes=1, minutes=5)
@@ -334,7 +334,7 @@ def test_an_sbatch_that_cannot_be_started_is_not_a_full_disk(commands: Path, tmp
 
 
 def answers_in_turn(path: Path, answers: list[str]) -> None:
-    """Have a command do these one after another, and then the last one."""
+    """Let a command give these answers in turn, and from then on the last one."""
     cases = "\n".join(f"{number}) {answer} ;;" for number, answer in enumerate(answers))
     count = f"n=0; [ ! -e {path}.n ] || read n <{path}.n; echo $((n + 1)) >{path}.n"
     path.write_text(

@@ -13,7 +13,7 @@ from tula_hpc.launch.diagnosis import classify, explain, waits
 from tula_hpc.launch.slurm import JobState, Leaving, accounted_runs
 from tula_hpc.launch.slurm_executor import id_in
 
-# of a job that a preemption cancelled (22.05.8); the name and the folder hold blanks
+# scontrol's line (22.05.8) of a job that a preemption cancelled; its name and folder contain blanks
 PREEMPTED = (
     "JobId=59547533 JobName=my job UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=4294901759 Nice=0 "
     "Account=root QOS=normal JobState=PREEMPTED Reason=None Dependency=(null) Requeue=1 Restarts=0 BatchFlag=1 "
@@ -25,7 +25,7 @@ PREEMPTED = (
 CANCELLED = PREEMPTED.replace("JobState=PREEMPTED", "JobState=CANCELLED").replace(
     "PreemptTime=2026-11-23T23:08:52", "PreemptTime=None"
 )
-# what a job's line holds between these and its folder since 24.05, since 25.05, and since 25.11, as public logs show it
+# fields from OverSubscribe to Command and SubmitLine as of 24.05, 25.05 and 25.11, according to public logs
 ALLOCATED = (
     "OverSubscribe=NO Contiguous=0 Licenses=(null) LicensesAlloc=(null) Network=(null) Command=/home/a b/job 1.sh"
 )
@@ -38,7 +38,7 @@ LINES = {
     "25.05": lambda line: _later(line, SUBMITTED),
     "25.11": lambda line: _later(line, EXCLUSIVE),
 }
-# while one that a preemption requeues is being killed
+# a job that is being killed and that the preemption requeues
 REQUEUED = CANCELLED.replace("JobState=CANCELLED", "JobState=COMPLETING").replace("Restarts=0", "Restarts=1")
 STATES_NOT_OVER = (
     *("COMPLETING", "CONFIGURING", "EXPEDITING", "LAUNCH_FAILED", "PENDING", "POWER_UP_NODE", "RECONFIG_FAIL"),
@@ -46,7 +46,7 @@ STATES_NOT_OVER = (
     *("SPECIAL_EXIT", "STAGE_OUT", "STOPPED", "SUSPENDED", "UPDATE_DB", "SOMETHING_NEW", "?"),
 )
 
-Answers = Mapping[str, str | None]  # by command; None: it fails
+Answers = Mapping[str, str | None]  # output of each command; None: it fails
 
 
 def _later(line: str, fields: str) -> str:
@@ -57,13 +57,13 @@ def _later(line: str, fields: str) -> str:
 
 @pytest.fixture(params=LINES)
 def written(request: pytest.FixtureRequest) -> Callable[[str], str]:
-    """What a Slurm of that version makes of a job's line of 22.05."""
+    """A function that turns a job's line of 22.05 into that of another version."""
     return LINES[request.param]
 
 
 @pytest.fixture
 def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answers], None]:
-    """Have Slurm's commands print this."""
+    """A function that sets the output of Slurm's commands."""
 
     def prepare(answers: Answers) -> None:
         def run(arguments: Sequence[str], _timeout_s: float = 60.0) -> str:

@@ -97,7 +97,7 @@ def test_one_allocation_for_all_needs_packing() -> None:
 
 
 class Said(StageProgress):
-    """Keeps what was said."""
+    """A progress display that keeps its texts."""
 
     def __init__(self) -> None:
         super().__init__("profile")
@@ -257,7 +257,7 @@ def test_where_every_configuration_ran_out_of_memory_one_sentence_says_so(tmp_pa
 
 
 class Scheduler:
-    """Ends every job with a broken device, in the midst of its first configuration."""
+    """A scheduler that ends every job with a broken device, after one measurement if it `measures` several."""
 
     def __init__(self, run: RunDirectory, measures: bool) -> None:
         self.run, self.measures = run, measures
@@ -325,7 +325,7 @@ def test_nothing_more_is_measured_of_another_model(monkeypatch: pytest.MonkeyPat
 
 
 class FullDisk(Scheduler):
-    """Has no space for what a job measures."""
+    """A scheduler whose disk is full, so that no measurement is saved."""
 
     def wait(self, jobs: Sequence[Submitted], tick: Callable[[JobsNow], None]) -> list[Ended]:
         return [
@@ -350,7 +350,7 @@ def test_where_all_devices_are_broken_one_line_names_the_hosts(monkeypatch: pyte
 
 
 class Slow(Scheduler):
-    """Requeues every job once at its time limit, and lets it reach it again."""
+    """A scheduler whose jobs are requeued once at their time limit, and then reach it again."""
 
     def wait(self, jobs: Sequence[Submitted], tick: Callable[[JobsNow], None]) -> list[Ended]:
         tick(JobsNow(1, "1 running"))
@@ -383,7 +383,7 @@ def test_a_time_limit_is_said_at_once_with_its_key_and_ends_in_a_sentence(
 
 
 class Measuring(Scheduler):
-    """Measures two configurations, half a minute each, and fails at a third."""
+    """A scheduler whose job measures two configurations, half a minute each, and fails at a third."""
 
     def wait(self, jobs: Sequence[Submitted], tick: Callable[[JobsNow], None]) -> list[Ended]:
         for batch in (32, 64):
@@ -412,7 +412,7 @@ def test_an_adaptive_search_says_how_many_more_there_may_be(
 
 
 class Cancelled(Scheduler):
-    """Somebody cancels every job."""
+    """A scheduler whose jobs are all cancelled."""
 
     def wait(self, jobs: Sequence[Submitted], tick: Callable[[JobsNow], None]) -> list[Ended]:
         return [Ended(job, Failure.CANCELLED, "CANCELLED AT 12:00", None) for job in jobs]
@@ -431,7 +431,7 @@ def test_a_cancelled_job_is_told_once(
 
 
 class Requeued(Scheduler):
-    """A node fails under each job, of which accounting hears a moment later; nothing else ends."""
+    """A scheduler that requeues job 1 after a node failure, which accounting reports a moment later."""
 
     asked = 0
 
@@ -458,7 +458,7 @@ def test_why_a_job_that_ran_waits_again_is_told_once(
 
 
 class BrokenSetup(Scheduler):
-    """A line of the cluster file's `setup` fails in a job that goes on."""
+    """A scheduler whose job goes on although a line of the cluster file's `setup` failed."""
 
     def submit(self, jobs: Sequence[ProfileJob], **options: Any) -> list[Submitted]:
         self.outputs = [job.output for job in jobs]

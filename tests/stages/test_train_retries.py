@@ -44,12 +44,12 @@ SPEC = SweepSpec.model_validate({"name": "x", "training": {"max_requeues": 6}})
 
 
 class Scheduler:
-    """Ends the n-th job, from 1, with `end_of(n)`; one that is killed had begun at sample `begun_at(n)`."""
+    """A scheduler whose n-th job, from 1, resumes at sample `begun_at(n)` and ends with `end_of(n)`."""
 
     def __init__(self, run: RunDirectory, end_of: Callable[[int], Failure], begun_at: Callable[[int], int]) -> None:
         self.run, self.end_of, self.begun_at = run, end_of, begun_at
         self.jobs = 0
-        # numbers of runs that the jobs may come to
+        # for each job, its run numbers without restarts and with 20
         self.runs: list[int] = []
 
     def note_accounts(self) -> bool:
@@ -78,7 +78,7 @@ def train(
     end_of: Callable[[int], Failure],
     begun_at: Callable[[int], int] = lambda _: 0,
 ) -> tuple[Scheduler, str]:
-    """How the stage ends where no job ever finishes: the scheduler, and the error's text."""
+    """Run the stage with jobs that never finish; return the scheduler and the error's text."""
     run = RunDirectory(folder / "run").create()
     scheduler = Scheduler(run, end_of, begun_at)
     monkeypatch.setattr(Sweep, "launcher", property(lambda _: scheduler))
@@ -97,7 +97,7 @@ def test_an_interrupted_training_is_submitted_as_often_as_it_may_be_requeued(
 
 
 def test_each_job_fences_those_before_it_before_it_has_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One may be at work still, on a node that Slurm has lost."""
+    """An earlier job may still run on a node that Slurm has lost."""
     scheduler, _ = train(monkeypatch, tmp_path, lambda _: Failure.PREEMPTED)
     assert len(scheduler.runs) == 14
     assert scheduler.runs == sorted(set(scheduler.runs))
@@ -396,7 +396,7 @@ def test_a_training_whose_folder_is_deleted_by_hand_begins_anew(
 
 
 class KilledError(BaseException):
-    """In place of SIGKILL."""
+    """Ends the command as SIGKILL would."""
 
 
 @pytest.mark.parametrize("write", [1, 2, 3, 4])

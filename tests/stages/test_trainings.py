@@ -22,11 +22,11 @@ from tula_hpc.stages.context import Sweep
 from tula_hpc.stages.train_many import Trainings
 
 SPEC = SweepSpec.model_validate({"name": "s", "training": {"max_requeues": 4}})
-Fate = Callable[[str, int], Failure | None]  # of a label's so-manieth job; None: it finishes
+Fate = Callable[[str, int], Failure | None]  # failure of a label's n-th job; None: the job finishes
 
 
 class Scheduler:
-    """Ends the oldest job at a time, as `fate` says."""
+    """A scheduler that ends the oldest job first, in the way that `fate` gives."""
 
     def __init__(self, run: RunDirectory, fate: Fate) -> None:
         self.run, self.fate = run, fate
@@ -66,7 +66,7 @@ class Scheduler:
 
 
 class Silent:
-    """Progress that nobody sees."""
+    """A progress display without output."""
 
     def update(
         self, done: float, total: float, text: str, left_s: float | None = None, notes: Sequence[str] = (), **_: object
@@ -103,7 +103,7 @@ def test_each_is_submitted_once_and_at_most_so_many_at_a_time(tmp_path: Path) ->
     assert run_all(made) == {}
     assert sorted(label for array in scheduler.arrays for label in array) == list("abcde")
     assert scheduler.most_alive == 2
-    assert len(scheduler.arrays) == 4  # two together, then one whenever one is over
+    assert len(scheduler.arrays) == 4  # two jobs together, then another one whenever one is over
 
 
 def test_on_slurm_the_next_array_waits_for_the_end_of_the_last(tmp_path: Path) -> None:

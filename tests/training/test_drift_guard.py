@@ -44,7 +44,7 @@ SMALL, WITH_BATCHNORM = "tests.examples.own_workload:perceptron", "tests.example
 
 
 def sweep(model: str = SMALL, epochs: int = 3, **training: object) -> SweepSpec:
-    """Eight steps an epoch; an episode is noticed after 22."""
+    """Return a sweep of eight steps per epoch, in which a drift episode is noticed after 22 steps."""
     workload = {"model": model, "dataset": "digits", "loader_workers": 0, "samples": 256, "epochs": epochs}
     options = {
         "preset": "paper",
@@ -57,7 +57,7 @@ def sweep(model: str = SMALL, epochs: int = 3, **training: object) -> SweepSpec:
 
 
 def prepared(folder: Path, step_time_s: float | None, largest_s: float | None = None) -> RunDirectory:
-    """A run directory whose plan predicts a step time for three batches; without one there is no plan."""
+    """Make a run directory whose plan predicts a step time for three batches; None: without a plan."""
     run = RunDirectory(folder).create()
     run.train().root.mkdir()
     if step_time_s is None:
@@ -103,7 +103,7 @@ def weights(run: RunDirectory) -> dict[str, Tensor]:
 def test_a_wrong_prediction_is_said_once_with_its_size_and_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(time, "perf_counter", time.process_time)  # which other work does not prolong
+    monkeypatch.setattr(time, "perf_counter", time.process_time)  # processor time, which other work does not prolong
     run = prepared(tmp_path, step_time_s=1e-5)
     (event,) = train(run, sweep("tula_hpc.workloads.small_cnns:compact_cnn"))
     assert event.event == "drifted"
@@ -228,7 +228,7 @@ def test_a_processor_that_is_had_in_turns_counts_as_slow_and_a_single_pause_does
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, passes: Iterator[float]) -> None:
-    """Passes take so long, one after another."""
+    """Let passes take these times, one after another."""
     monkeypatch.setattr(drift_probe, "agreed_s", lambda *_: next(passes))
     monkeypatch.setattr(drift_probe, "round_s", lambda _, __, count: fmean(next(passes) for _ in range(count)))
 

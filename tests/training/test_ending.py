@@ -21,7 +21,7 @@ MOST = 3
 
 @pytest.fixture
 def leave(monkeypatch: pytest.MonkeyPatch) -> Callable[[Leaving | None, int], tuple[str, list[Any]]]:
-    """Leave a training of one worker, whose job is on its way out like this, after so many restarts."""
+    """A function that ends a training of one worker, given how its job ends and the number of restarts."""
     spec = SweepSpec.model_validate({"name": "x", "training": {"max_requeues": MOST}})
 
     def end(leaving: Leaving | None, restarts: int) -> tuple[str, list[Any]]:

@@ -31,11 +31,11 @@ from tula_hpc.training.loop import run_training
 
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 CONFIGURATION = Configuration(nodes=1, workers_per_node=1, local_batch=64)
-BATCHES = 6  # of the test set, 359 samples
+BATCHES = 6  # batches of the test set, which has 359 samples
 
 
 class Stateful(nn.Module):
-    """A perceptron with a state that is no tensor, and a running scale that its state leaves out."""
+    """A perceptron with extra state that is no tensor, and a running scale outside of its state."""
 
     scale: Tensor
 
@@ -81,7 +81,7 @@ STUDY = sweep({"method": "lbt"}, {"methods": ["lbt"], "batches": [64]})
 @pytest.fixture(autouse=True)
 def as_a_job(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(trainer_module, "join_job", lambda: ALONE)
-    monkeypatch.setattr(stopping, "FIRST_CHECKS", 1000)  # look between all batches, however short they are
+    monkeypatch.setattr(stopping, "FIRST_CHECKS", 1000)  # check for a stop after every batch, however short
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGTERM)}
     yield
     for number, handler in before.items():
@@ -99,7 +99,7 @@ def prepared(folder: Path) -> RunDirectory:
 
 
 def counted(patch: pytest.MonkeyPatch, strike_at: int) -> list[int]:
-    """The batches that are evaluated, by number, in the end; in the midst of one of them USR2 comes."""
+    """Record the numbers of the evaluated batches; send USR2 during the batch `strike_at`."""
     seen: list[int] = []
 
     def striking(evaluate: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,7 +116,7 @@ def counted(patch: pytest.MonkeyPatch, strike_at: int) -> list[int]:
 
 
 def lines(run: RunDirectory) -> list[dict[str, Any]]:
-    """Of metrics.jsonl, without times."""
+    """Return the lines of metrics.jsonl without their times."""
     path = run.train().metrics_file
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [{key: value for key, value in row.items() if not key.endswith(("time_s", "_at"))} for row in rows]
@@ -160,7 +160,7 @@ def test_a_stop_in_mid_evaluation_loses_nothing(tmp_path: Path, spec: SweepSpec,
 
 
 def test_a_training_begins_with_the_model_as_it_was_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass before it leaves no trace in a buffer that the model's state leaves out."""
+    """The pass before the training leaves no trace, even in a buffer outside of the model's state."""
     scales: list[float] = []
     step = Worker.train_step
 
@@ -197,7 +197,7 @@ def test_an_earlier_job_that_is_still_at_work_cannot_save(tmp_path: Path) -> Non
 
 
 class Peer:
-    """A worker with a peer that stops at a look."""
+    """A worker whose peer asks for a stop at a given check."""
 
     device = torch.device("cpu")
 
