@@ -179,7 +179,7 @@ def test_all_passes_of_a_first_step_count_though_the_model_was_not_known_before(
 
 def test_a_first_step_of_fewer_passes_than_later_ones_counts_these_alone(tmp_path: Path, clock: Clock) -> None:
     """As YOLO's, whose model is not known before that step."""
-    told = Told(tmp_path, clock, samples=16)
+    told = WatchedTraining(tmp_path, clock, samples=16)
     told.training.settings = told.training.settings.model_copy(update={"forward_batch": 2})
     told.training.hooks.backward.count = 1
     told.training.gradients_ready()
