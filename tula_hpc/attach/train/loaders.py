@@ -412,8 +412,9 @@ class LoaderHistory:
         """
         for place in (str(n) for n, inner in enumerate(self._inner) if inner is loader):
             # a first time has the numbers of the epoch's loader
-            if self.is_behind and place in self._begun:
-                set_random_state(self._begun_before[place], loader)
+            before = self._begun_before.get(place)
+            if self.is_behind and place in self._begun and before:
+                set_random_state(before, loader)
             self._begun[place] = random_state(loader)
 
     def take_batches(self, iterator: object) -> None:
