@@ -131,7 +131,9 @@ def test_the_end_says_what_was_decided_what_it_cost_and_where_the_report_is(fini
         r"decided: \d nodes? and a batch of \d+ samples; trained 2 epochs in .* % test accuracy", decided
     )
     assert re.fullmatch(
-        r"cost: about .* USD: training .* USD \(.* predicted\), profiling about .* USD; at .* per node and hour, the default of .*", cost
+        r"cost: about .* USD: training .* USD \(.* predicted\), profiling about .* USD; "
+        r"at .* per node and hour, the default of .*",
+        cost,
     )
     newest = finished.train().newest_checkpoint
     assert newest is not None
