@@ -184,7 +184,7 @@ class Summary(NamedTuple):
 
     @property
     def oom_reason(self) -> str:
-        """What lacked memory with the fewest samples at once; at least one configuration did."""
+        """Memory that ran out with the fewest samples at once; it did in at least one configuration."""
         bounds = (*self.out_of_memory, *self.short_of_memory)
         held = equivalent_batches(bounds, self.parts, alone=False)
         at_once, first = min(zip(held, bounds, strict=True))

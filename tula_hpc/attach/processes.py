@@ -67,7 +67,7 @@ MOST_SHOWN = 20_000
 
 
 class Meeting(NamedTuple):
-    """Where the processes of one start meet, decided by rank 0."""
+    """Address at which the processes of one start meet, decided by rank 0."""
 
     host: str
     port: int
@@ -129,7 +129,8 @@ class Child:
         with contextlib.suppress(OSError):
             stamp = self.spec.message_file.stat().st_mtime_ns
             if stamp != self._stamp:
-                self._stamp, self._message_at = stamp, time.monotonic()
+                self._stamp = stamp
+                self._message_at = time.monotonic()
                 self._message = read_message(self.spec.message_file)
         return self._message
 

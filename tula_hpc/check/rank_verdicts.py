@@ -256,8 +256,8 @@ def _judge_cores(
         yield failed(Topic.CORES, found, remedy, sharing)
     processes = _loader_processes(workload)
     if processes >= wanted and processes > 0 and least == wanted:
-        loaders, cores = plural(processes, "loader process"), plural(wanted, "core")
-        found = f"{loaders} and the training process share {cores}"
+        loaders = plural(processes, "loader process")
+        found = f"{loaders} and the training process share {plural(wanted, 'core')}"
         remedy = (
             f"cpus_per_worker = {processes + 1} gives each a core of its own, if nodes have that "
             "many; the plan says whether steps wait for the loader"

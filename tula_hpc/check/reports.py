@@ -39,7 +39,7 @@ class Scope(StrEnum):
 
 
 class Skip(StrEnum):
-    """Why no collective was tried: there is one worker, or it would have failed or hung."""
+    """Reason why no collective was tried: there is one worker, or it would have failed or hung."""
 
     SINGLE_WORKER = "single_worker"
     NO_DEVICE = "no_device"
@@ -115,7 +115,7 @@ class Device(Record):
 
 
 class Meeting(Record):
-    """How long this worker took to meet the others."""
+    """Time that this worker took to meet the others."""
 
     seconds: float
 
@@ -135,7 +135,7 @@ class Transfer(Record):
 
 
 class Signal(Record):
-    """Whether USR2, sent by Slurm to the whole job, arrived."""
+    """Arrival of USR2, which Slurm sent to the whole job."""
 
     arrived: bool
     # error of scancel, on the worker that ran it

@@ -39,7 +39,7 @@ from tula_hpc.own_sources import program_of, source_of
 
 
 class DatasetFacts(NamedTuple):
-    """What is known of a data set before it is opened."""
+    """Facts about a data set that are known before it is opened."""
 
     # True if the data set needs data_dir
     on_disk: bool

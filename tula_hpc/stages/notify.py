@@ -66,7 +66,8 @@ def notify_of_news(sweep: Sweep, running: int = 0) -> None:
         return
     if running:
         notify(sweep, "training_started", "the training runs")
-    sent, history = _read(sweep), sweep.run.history()
+    sent = _read(sweep)
+    history = sweep.run.history()
     news = history.news(sent.events)
     events = len(history.events)
     if events == sent.events or not _keep(sweep, sent.model_copy(update={"events": events})):

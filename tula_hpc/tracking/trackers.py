@@ -59,7 +59,7 @@ class Point(NamedTuple):
 
 
 class Position(Record):
-    """How far a tracker has come with a training."""
+    """Place in a training's metrics up to which a tracker has passed them on."""
 
     # id of the training's run in the tracker
     run: str = ""

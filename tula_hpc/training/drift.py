@@ -51,7 +51,7 @@ from tula_hpc.records import (
 
 
 class DriftStart(NamedTuple):
-    """What a watch starts with."""
+    """State that a watch of drift starts with."""
 
     # the plan's step time, seconds; None: there is nothing to compare step times with
     prediction: Interval | None = None

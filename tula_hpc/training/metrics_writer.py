@@ -86,7 +86,8 @@ class MetricsWriter:
         self.critical_batch.add(noise, window.steps)
         numbers = readings.step_metrics(window.steps)
         if timed := window.steps - window.suspended:
-            self._step_s, self._waited_s = window.seconds / timed, window.waited_s / timed
+            self._step_s = window.seconds / timed
+            self._waited_s = window.waited_s / timed
         line = StepMetrics(
             step=progress.step,
             samples_seen=progress.samples_seen,

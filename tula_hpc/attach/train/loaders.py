@@ -403,7 +403,8 @@ class LoaderHistory:
     def load_from(self, loader: object, workers: int) -> None:
         """Note the loader that comes next; accelerate's may load a batch for each worker at once."""
         self.parts = workers if getattr(loader, "split_batches", None) is False else 1
-        self._inner, self._begun = getattr(loader, "flattened", ()), {}
+        self._inner = getattr(loader, "flattened", ())
+        self._begun = {}
 
     def note_beginning(self, loader: object) -> None:
         """Note a loader right before it is begun, which happens in mid-epoch to short inner ones.
@@ -453,7 +454,8 @@ class LoaderHistory:
     def load_state(self, text: str) -> None:
         """Go on, within an epoch, from the "history" that `moments` returned."""
         starts, before, *begun = json.loads(text)
-        self.starts, self.before = Counter(starts), Counter(before)
+        self.starts = Counter(starts)
+        self.before = Counter(before)
         self._begun_before = dict(*begun)
         self._earlier = Counter(self.starts)
         self.is_behind = True
