@@ -306,9 +306,9 @@ LOSS = "\ndef loss(outputs, targets): return outputs.mean(1)\n"
     ("items", "said"),
     [
         ("[torch.zeros(3)] * 2", r"has float32 tensor.*expected \(inputs, targets\)"),
-        ("[(torch.zeros(3), None)] * 2", "expected .inputs, targets., each of tensors"),
-        ("[({'x': torch.zeros(3), 'name': 'a'}, 1)] * 2", "expected .inputs, targets., each of tensors"),
-        ("[((), 1)] * 2", "expected .inputs, targets., each of tensors"),
+        ("[(torch.zeros(3), None)] * 2", "expected .inputs, targets., each made of tensors"),
+        ("[({'x': torch.zeros(3), 'name': 'a'}, 1)] * 2", "expected .inputs, targets., each made of tensors"),
+        ("[((), 1)] * 2", "expected .inputs, targets., each made of tensors"),
         ("[(torch.zeros(n), 1) for n in (3, 4)]", r"\(3,\).*\(4,\).*cannot be put into one batch.*padded or cut"),
     ],
 )
