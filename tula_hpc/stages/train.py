@@ -357,7 +357,8 @@ def _submit_training(sweep: Sweep, candidate: Candidate, tick: Callable[[JobsNow
     files = sweep.run.make_train()
     if _starts_over(sweep):
         put_aside(files.metrics_file)
-    part, at = sweep.on(candidate.partition), candidate.configuration
+    part = sweep.on(candidate.partition)
+    at = candidate.configuration
     spec = in_passes(sweep.spec, candidate.accumulation)
     job = TrainJob(
         spec,
@@ -369,11 +370,8 @@ def _submit_training(sweep: Sweep, candidate: Candidate, tick: Callable[[JobsNow
         measured_identity(sweep.run.measurements().records),
         sweep.run.history().attempts(MAIN_LABEL),
     )
-    data: dict[str, object] = {
-        "label": MAIN_LABEL,
-        "configuration": list(at),
-        "partition": candidate.partition,
-    }
+    data: dict[str, object] = {"label": MAIN_LABEL, "configuration": list(at)}
+    data["partition"] = candidate.partition
     if spec.workload.accumulates:
         data["accumulation"] = candidate.accumulation
     if _was_moved(sweep.run, files):

@@ -110,7 +110,10 @@ class ScriptDrift:
     """One worker's part of the watch; all workers reach the same verdict at the same step."""
 
     def __init__(self, settings: DriftSettings, run: RunDirectory, label: str, job_id: str) -> None:
-        self.settings, self.run, self.label, self.job_id = settings, run, label, job_id
+        self.settings = settings
+        self.run = run
+        self.label = label
+        self.job_id = job_id
         self.watch = Watch(Detector(settings.prediction, settings.side), settings.window_s)
         self._steps = 0
         self._busy_s = self._waited_s = 0.0
