@@ -11,7 +11,7 @@ ran out of memory, is taken as a share of the computation: the median share of t
 `FORWARD_SHARE`. The correction is the ratio of the evaluations that the run's trainings measured to
 their predictions, or 1; it is the same for all kinds of nodes.
 
-A script's work between its epochs (evaluation, saving, start of loaders) replaces the evaluation.
+A script's work outside its steps (evaluation, saving, start of loaders) replaces the evaluation.
 Its samples are unknown:
 
     t_between = correction × (fixed + shared / W)
@@ -154,13 +154,13 @@ class EvaluationTime(NamedTuple):
     def _describe_between(self) -> str:
         if self.between_s is None:
             return (
-                "what the script does between its epochs, evaluation included, comes on top: it is "
+                "what the script does outside its steps, evaluation included, comes on top: it is "
                 "unknown, as no profile saw the end of an epoch"
             )
-        what = "what the script does between its epochs (evaluation, saving, start of loaders)"
+        what = "what the script does outside its steps (evaluation, saving, start of loaders)"
         if self.measured:
             return f"{what} is taken from {plural(self.measured, 'epoch')} of its training"
-        return f"{what} takes {format_duration(sum(self.between_s))}, as its profiles measured"
+        return f"{what} takes {format_duration(sum(self.between_s))} an epoch, as its profiles measured"
 
 
 def evaluation_of(

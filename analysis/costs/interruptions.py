@@ -101,7 +101,7 @@ def describe(save_s: float | None, pricing: PricingSpec, resume: Resume = Resume
     if resume is Resume.NOTHING:
         return "the script saves nothing to resume from, so that no time for saving is expected"
     if resume is Resume.EPOCH:
-        saving = "the time between its epochs includes saving"
+        saving = "the time outside its steps includes saving"
         if save_s is None:
             saving = "each save costs pricing.checkpoint_write_s"
         return (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.attach.script_runs import QUICK, SCRIPTS, measurement_of, profiled
 from tests.forked_jobs import forking_scripts
-from tula_hpc.attach.measured_steps import MeasuredSteps, _synchronize_again, between_epochs_s
+from tula_hpc.attach.hooks import step_times
+from tula_hpc.attach.hooks.step_times import LongGaps, Pause, between_epochs_s
+from tula_hpc.attach.measured_steps import MeasuredSteps, _synchronize_again
 from tula_hpc.attach.processes import ProcessEnd
 from tula_hpc.attach.reporting import ChildSpec
 from tula_hpc.attach.script import Script, batch_share, typical_batch
@@ -26,11 +29,68 @@ from tula_hpc.records.measurement import is_usable
 
 
 @pytest.mark.parametrize(
-    ("pauses", "seconds"), [([], None), ([(30, 5.0)], 5.0), ([(20, 9.0), (70, 2.0), (120, 2.0), (170, 2.0)], 4.0)]
+    ("pauses", "seconds"),
+    [
+        ([], None),
+        ([Pause(30, 5.0, ends_epoch=True)], 5.0),
+        ([Pause(20, 5.0)], 10.0),
+        ([Pause(60, 5.0)], 10.0),
+        ([Pause(20, 9.0), Pause(70, 2.0), Pause(120, 2.0), Pause(170, 2.0)], 4.0),
+    ],
 )
-def test_an_epoch_has_as_many_pauses_as_were_seen(pauses: list[tuple[int, float]], seconds: float | None) -> None:
-    """The last case pauses every 50 steps, twice an epoch of 100."""
-    assert between_epochs_s(pauses, 100) == seconds
+def test_an_epoch_has_as_many_pauses_as_were_seen(pauses: list[Pause], seconds: float | None) -> None:
+    """The last case pauses every 50 steps, twice an epoch of 100; all are of 80 steps, or of more."""
+    steps = max([80, *(pause.steps for pause in pauses)])
+    assert between_epochs_s(pauses, 100, steps) == seconds
+
+
+def test_a_long_gap_is_a_pause_only_if_it_is_rare() -> None:
+    gaps, cpu = LongGaps(), torch.device("cpu")
+    found = []
+    for step in range(100):
+        gap_s = 50.0 if step % 25 == 24 else 0.5
+        found.append(gaps.pause_s(gap_s, cpu))
+        gaps.step_ends(1.0, cpu)
+    assert [step for step, pause_s in enumerate(found) if pause_s] == [24, 49, 74, 99]
+    assert {*found} == {0.0, 50.0}
+    often = LongGaps()
+    for step in range(100):
+        assert not often.pause_s(50.0 if step % 10 == 9 else 0.5, cpu)
+        often.step_ends(1.0, cpu)
+
+
+class GpuMark(NamedTuple):
+    """Event of a GPU that has done its work at a certain second."""
+
+    done_at: float
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: GpuMark) -> float:
+        return 1e3 * (later.done_at - self.done_at)
+
+
+def test_a_gap_on_a_gpu_is_as_long_as_the_device_was_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of the gap after 30 steps of the host's is a wait for what the device had to do; the next is a real one."""
+    marks = iter([*map(GpuMark, [1.0] * 30 + [30.0, 30.5] + [31.0] * 30 + [61.0, 91.0])])
+    monkeypatch.setattr(step_times, "_mark", lambda device: next(marks))
+    gaps, gpu = LongGaps(), torch.device("cuda")
+    for gap_s, pause_s in ((29.0, 0.0), (40.0, 30.0)):
+        for _ in range(31):
+            assert not gaps.pause_s(0.0, gpu)
+            gaps.step_ends(1.0, gpu)
+        assert gaps.pause_s(gap_s, gpu) == pause_s
+
+
+def test_a_script_that_pauses_now_and_then_is_charged_for_it_in_every_epoch(tmp_path: Path) -> None:
+    """It sleeps after every 40th of 250 steps, as a policy that plays, so that few of the rounds have such a pause."""
+    never_settled = QUICK.model_copy(update={"min_steps": 100, "max_steps": 100, "ci_width": 1e-9})
+    (outcome,) = profiled(SCRIPTS / "misbehaving.py", ("sleeps now and then", "4"), tmp_path, search=never_settled)
+    measured = measurement_of(outcome)
+    assert measured.times is not None
+    assert measured.times.step_time_s < 0.5 / 40
+    assert measured.between_epochs_s == pytest.approx(6 * 0.5, rel=0.2)
 
 
 def test_passes_apart_that_come_with_every_step_are_none_of_an_epochs_end(tmp_path: Path) -> None:

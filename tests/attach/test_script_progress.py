@@ -76,12 +76,14 @@ class WatchedTraining:
         self.training = ScriptTraining(spec)
         self.training.hooks.inner_model = torch.nn.Linear(2, 2)
 
-    def step(self, samples: int = 8, parts: int = 1, *, evaluated_s: float = 0.0, idle: int = 0) -> None:
+    def step(
+        self, samples: int = 8, parts: int = 1, *, evaluated_s: float = 0.0, slept_s: float = 0.0, idle: int = 0
+    ) -> None:
         """Report a step of `samples`, after a wait and perhaps an evaluation or an unused pass of `idle` samples."""
         if evaluated_s:
             self.training.evaluating()
             self.clock.now += evaluated_s
-        self.clock.now += WAIT_S
+        self.clock.now += slept_s + WAIT_S
         if idle:
             self.training.forward_begins(idle)
         for _ in range(parts):
@@ -108,6 +110,7 @@ def test_steps_are_timed_on_the_gpu_of_the_model(tmp_path: Path, clock: Clock, m
     """A script that names its GPU may never set it: torch's own is another worker's then."""
     gpu, waited = torch.device("cuda", 1), list[torch.device]()
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(step_times, "_mark", lambda device: None)
     told = WatchedTraining(tmp_path, clock, samples=29)
     monkeypatch.setattr(told.training.hooks.inner_model, "parameters", lambda: iter([SimpleNamespace(device=gpu)]))
     for _ in range(3):
@@ -336,6 +339,18 @@ def test_an_evaluation_after_each_epoch_is_none_of_its_step_however_few_it_has(t
         told.training.loading_begins(loader)
         told.step(evaluated_s=2.0)
     assert told.metrics().steps[-1].step_time_s == pytest.approx(STEP_S)
+
+
+def test_a_long_gap_that_is_rare_is_of_no_step(tmp_path: Path, clock: Clock) -> None:
+    """As of a policy that plays between its steps, or of a checkpoint."""
+    told = WatchedTraining(tmp_path, clock, samples=100 * 8)
+    for step in range(100):
+        told.step(slept_s=50.0 if step % 25 == 24 else 0.0)
+    clock.now += 7.0
+    told.training.ended(0)
+    (epoch,) = told.metrics().epochs
+    assert epoch.epoch_time_s == pytest.approx(100 * (STEP_S + WAIT_S))
+    assert epoch.evaluation_time_s == pytest.approx(4 * (50.0 + WAIT_S) + 7.0)
 
 
 def test_passes_without_gradients_at_every_step_are_a_part_of_it(tmp_path: Path, clock: Clock) -> None:

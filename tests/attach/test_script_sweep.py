@@ -65,7 +65,7 @@ def test_a_plan_is_made_of_them(planned: tuple[RunDirectory, str]) -> None:
     assert all(m.between_epochs_s for m in run.measurements().records)
     assert plan.chosen.wall_parts_s["evaluation"] > 0
     notes = " ".join(plan.notes)
-    assert "between its epochs (evaluation, saving, start of loaders) takes " in notes
+    assert "outside its steps (evaluation, saving, start of loaders) takes " in notes
     assert "as its profiles measured" in notes
     assert "profiling cost: 4 configurations in 2 jobs" in said
 

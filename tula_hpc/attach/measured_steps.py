@@ -3,6 +3,7 @@
 The script trains as it always does, except that its learning rates are 0 during each update; they
 are restored after each step, so that no schedule notices. Pauses between steps, such as an
 evaluation or the start of another epoch, are left out of the times, unless most steps have them.
+So are gaps that are long and rare.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import pairwise
-from statistics import median
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from tula_hpc.attach.hooks.find_model import (
     trained_in,
 )
 from tula_hpc.attach.hooks.passes import FEW_STEPS, Apart, StepPasses
+from tula_hpc.attach.hooks.step_times import LongGaps, Pause
 from tula_hpc.attach.reporting import ChildSpec, Mode
 from tula_hpc.attach.script import ParsedOptions, steps_asked
 from tula_hpc.attach.train.peers import ScriptPeers, lacking_in
@@ -97,13 +97,15 @@ class MeasuredSteps(Mode):
         self._rates: list[Any] | None = None
         self._updating_since = 0.0
         self._ended_at = 0.0
-        # a loader has given a batch since the last step
-        self._loaded = False
+        # when the present step began: when the last one ended, or the pause after it
+        self._began_at = 0.0
+        # wait for batches since the last step; None: no loader has given one
+        self._loading_s: float | None = None
         self._apart = Apart()
+        self._long_gaps = LongGaps()
         # processor seconds of all steps when an epoch or an evaluation began after the last step
         self._used_before: ProcessorSeconds | None = None
-        # for each pause, the number of steps before it, and its seconds
-        self.pauses: list[tuple[int, float]] = []
+        self.pauses: list[Pause] = []
         self._mark = self.waits.mark()
 
     # events that the hooks report
@@ -134,7 +136,7 @@ class MeasuredSteps(Mode):
     def batch_loaded(self, loader: object, waited_s: float) -> None:
         """Note the wait for a batch."""
         self.waits.arrived(waited_s)
-        self._loaded = True
+        self._loading_s = (self._loading_s or 0.0) + waited_s
         if self.hooks.is_of_steps(loader):
             self._batches[id(loader)] += 1
         if self._begun is not None and loader not in self._begun:
@@ -192,7 +194,9 @@ class MeasuredSteps(Mode):
         self._batches.clear()
         self._forwards = 0
         self._backward_before = self.hooks.backward.count
-        self._loaded = False
+        self._loading_s = None
+        if self.steps:
+            self._long_gaps.step_ends(time.perf_counter() - self._began_at, self.device)
         self._apart.step_ends()
         self._used_before = None
         # a script that loads in its own way never reports that it wants a batch
@@ -205,7 +209,7 @@ class MeasuredSteps(Mode):
             self.fail(error.with_traceback(None) if isinstance(error, InputError) else error)
         # not before `after_step`, where a round that ends takes its waits
         self._mark = self.waits.mark()
-        self._ended_at = time.perf_counter()
+        self._ended_at = self._began_at = time.perf_counter()
 
     def _passes(self) -> int:
         """Return the passes of this step; several forward passes for one loss count as one."""
@@ -273,17 +277,24 @@ class MeasuredSteps(Mode):
         if self._apart.is_pause(self.steps):
             self.synchronize_device()
             self.waits.back_to(self._mark)
-            seconds = time.perf_counter() - self._ended_at
-            self.left_out_s += seconds
-            self.pauses.append((self.steps, seconds))
+            self._leave_out(time.perf_counter() - self._ended_at)
             if self._used_before is not None:
                 self._left_out = processor_seconds().since(self._used_before)
             return
         if self._apart.are_of_steps(self.steps):
             # passes that come with most steps are a part of them: the first ones were no pauses
-            self.pauses = [each for each in self.pauses if each[0] > FEW_STEPS]
-        if not self._loaded:
-            self.waits.arrived(time.perf_counter() - self._ended_at)
+            self.pauses = [each for each in self.pauses if each.steps > FEW_STEPS]
+        gap_s = time.perf_counter() - self._ended_at
+        if paused_s := self._long_gaps.pause_s(gap_s - (self._loading_s or 0.0), self.device):
+            self._leave_out(paused_s)
+        elif self._loading_s is None:
+            self.waits.arrived(gap_s)
+
+    def _leave_out(self, seconds: float) -> None:
+        """Leave a pause that ends now out of the steps' times."""
+        self.left_out_s += seconds
+        self.pauses.append(Pause(self.steps, seconds, self._apart.ended_epoch))
+        self._began_at = time.perf_counter()
 
     # used by the course of a profile
 
@@ -443,21 +454,6 @@ def _synchronize_again(model: DistributedDataParallel) -> None:
         handle = model.register_forward_hook(restore_after_pass)
     else:
         restore()
-
-
-def between_epochs_s(pauses: Sequence[tuple[int, float]], epoch_steps: int) -> float | None:
-    """Return the seconds of an epoch that belong to no step; None if there was no pause.
-
-    A script may evaluate several times an epoch. `pauses` has the steps before each, and seconds.
-    """
-    if not pauses:
-        return None
-    steps = [step for step, _ in pauses]
-    typical_s = median(seconds for _, seconds in pauses)
-    if len(steps) < 2:
-        return typical_s
-    apart = median(later - earlier for earlier, later in pairwise(steps))
-    return typical_s * max(1, round(epoch_steps / max(1, apart)))
 
 
 @contextlib.contextmanager

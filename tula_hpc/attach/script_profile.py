@@ -31,7 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc.attach import was_kept, watch_epochs
 from tula_hpc.attach.hooks.find_model import methods_of, model_of
-from tula_hpc.attach.measured_steps import MeasuredSteps, between_epochs_s
+from tula_hpc.attach.hooks.step_times import between_epochs_s
+from tula_hpc.attach.measured_steps import MeasuredSteps
 from tula_hpc.attach.reporting import ChildSpec, ProcessMessage, leave, own_hook
 from tula_hpc.attach.script import (
     NEAR,
@@ -370,7 +371,7 @@ class ScriptProfile(MeasuredSteps):
     def _between_epochs_s(self) -> float | None:
         """Return the longest time of any worker between two epochs. Collective."""
         steps = self.settings.samples // self.configuration.global_batch
-        mine = between_epochs_s(self.pauses, steps)
+        mine = between_epochs_s(self.pauses, steps, self.steps)
         # −1 for a worker that has seen no pause is less than any other worker's time
         (longest,) = self.agree(-1.0 if mine is None else mine)
         return None if longest < 0.0 else longest

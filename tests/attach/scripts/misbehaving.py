@@ -473,6 +473,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "has a loss of two passes": has_a_loss_of_two_passes,
     "acts": acts,
     "looks twice": looks_twice,
+    "sleeps now and then": lambda: train(then=lambda step: time.sleep(0.5 if step % 40 == 39 else 0)),
     "calls layers": lambda: trains(LayerByLayer()),
     "shards its model": lambda: trains(Sharded(8, 4)),
     "reads SLURM_STEP_ID": lambda: os.environ["SLURM_STEP_ID"],

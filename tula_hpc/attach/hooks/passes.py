@@ -137,6 +137,8 @@ class Apart:
     def __init__(self) -> None:
         # since the last step there was such a pass, or training's loader began anew
         self.is_noted = False
+        # the last pause was at an epoch's end: training's loader began anew
+        self.ended_epoch = False
         self._has_passes = False
         self._begins = False
         self._steps = 0
@@ -162,6 +164,7 @@ class Apart:
         """Tell whether a pause ends, at the first training pass after `steps` steps."""
         is_epoch = self._has_passes and self._begins
         is_noted = self.is_noted
+        self.ended_epoch = self._begins
         self.step_ends()
         if is_epoch or not is_noted:
             return is_epoch

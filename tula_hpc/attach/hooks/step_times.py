@@ -2,13 +2,78 @@
 
 The beginning of a step cannot be seen from outside, so it is taken to be where the step before
 ended. After a pause, such as an evaluation, a step is taken to begin as long before its first
-forward pass as the mean of the other steps.
+forward pass as the mean of the other steps. A long and rare gap between two steps is a pause as
+well: a policy that plays, a checkpoint, or an evaluation of which no pass is seen.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean, median
+from typing import NamedTuple
+
+import torch
+
+from tula_hpc.attach.hooks.passes import FEW_STEPS
+
+# mean steps that a gap between two steps has to last to be long
+LONG_GAP = 8
+# long gaps that come after fewer steps than this are a part of the steps
+RARE = 16
+# last steps whose mean a gap is compared with
+RECENT = 32
+
+
+class Pause(NamedTuple):
+    """Pause between two steps of a script."""
+
+    # number of steps before it
+    steps: int
+    seconds: float
+    # training's loader began anew
+    ends_epoch: bool = False
+
+
+class LongGaps:
+    """Finds gaps between two steps that are long and rare, which no step should be charged for.
+
+    A GPU works behind the host: the host's steps are short until it has to wait, for a loss that it
+    reads for example. A gap is therefore compared with the mean step, and is only as long as the
+    device was idle in it.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        # steps since the last long gap
+        self._steps = 0
+        # when the device had done the last step's work; None: on a CPU
+        self._done: torch.cuda.Event | None = None
+
+    def step_ends(self, seconds: float, device: torch.device) -> None:
+        """Note a step of so many seconds of the host's, the gap before it included."""
+        self._recent.append(seconds)
+        self._steps += 1
+        if device.type == "cuda":
+            self._done = _mark(device)
+
+    def pause_s(self, gap_s: float, device: torch.device) -> float:
+        """Return the seconds of the pause that ends now; 0 for a gap that belongs to the steps.
+
+        `gap_s` has the host's seconds since the last step, without waits for batches.
+        """
+        if len(self._recent) < FEW_STEPS:
+            return 0.0
+        least_s = LONG_GAP * fmean(self._recent)
+        if gap_s >= least_s and self._done is not None:
+            gap_s = min(gap_s, _idle_s(self._done, device))
+        if gap_s < least_s:
+            return 0.0
+        steps, self._steps = self._steps, 0
+        return gap_s if steps >= RARE else 0.0
 
 
 @dataclass(slots=True)
@@ -28,6 +93,9 @@ class StepTimes:
     # gaps between a step's end and the next forward pass so far: their number and their mean
     gaps: int = 0
     gap_s: float = 0.0
+    long_gaps: LongGaps = field(default_factory=LongGaps)
+    # the model's
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def pass_apart(self) -> None:
         """Note a pass that may be an evaluation's; the batches so far may have been for it."""
@@ -49,9 +117,12 @@ class StepTimes:
         gap_s = self.gap_s
         paused_s = 0.0
         if self.ended is not None:
-            gap_s = now - self.ended
-            self.gaps += 1
-            self.gap_s += (gap_s - self.gap_s) / self.gaps
+            between_s = now - self.ended
+            paused_s = self.long_gaps.pause_s(between_s - (self.loading_s or 0.0), self.device)
+            if not paused_s:
+                gap_s = between_s
+                self.gaps += 1
+                self.gap_s += (gap_s - self.gap_s) / self.gaps
         elif self.stepped_at is not None:
             paused_s = now - self.stepped_at
         self.began = now - gap_s
@@ -65,6 +136,8 @@ class StepTimes:
         waited_s = (self.loading_s or 0.0) + self.loading_before_s
         self.loading_s = None
         self.loading_before_s = 0.0
+        if self.stepped_at is not None:
+            self.long_gaps.step_ends(now - self.began, self.device)
         self.ended = self.stepped_at = now
         return waited_s
 
@@ -72,3 +145,36 @@ class StepTimes:
         """Leave the time up to the next forward pass out of any step."""
         self.ended = self.loading_s = None
         self.loading_before_s = 0.0
+
+
+def between_epochs_s(pauses: Sequence[Pause], epoch_steps: int, steps: int) -> float | None:
+    """Return the seconds of an epoch that belong to no step; None if there was no pause.
+
+    A script may evaluate, save or play every so many steps, also several times an epoch. A single
+    pause that ends no epoch is taken to be one of these, with the shortest period of which no more
+    would be seen in `steps` steps: those before it, or after it if these are more.
+    """
+    if not pauses:
+        return None
+    typical_s = median(pause.seconds for pause in pauses)
+    first, *others = pauses
+    if others:
+        apart = median(later.steps - earlier.steps for earlier, later in pairwise(pauses))
+    elif first.ends_epoch:
+        return typical_s
+    else:
+        apart = max(first.steps, steps - first.steps)
+    return typical_s * max(1, round(epoch_steps / max(1, apart)))
+
+
+def _idle_s(done: torch.cuda.Event, device: torch.device) -> float:
+    """Return the seconds since the device had done the work before a mark."""
+    now = _mark(device)
+    now.synchronize()
+    return 1e-3 * float(done.elapsed_time(now))  # type: ignore[no-untyped-call] # torch's
+
+
+def _mark(device: torch.device) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch's
+    event.record(torch.cuda.current_stream(device))  # type: ignore[no-untyped-call] # torch's
+    return event

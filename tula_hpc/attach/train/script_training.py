@@ -26,7 +26,7 @@ from tula_hpc.attach.hooks.passes import Apart
 from tula_hpc.attach.hooks.step_times import StepTimes
 from tula_hpc.attach.own_folder import Saved
 from tula_hpc.attach.reporting import ChildSpec, Mode, ProcessMessage, leave
-from tula_hpc.attach.train.peers import ScriptPeers, synchronize
+from tula_hpc.attach.train.peers import ScriptPeers, device_of, synchronize
 from tula_hpc.attach.train.resume_point import ScriptProgress, TrainedSoFar
 from tula_hpc.attach.train.scores import SCORES, as_share
 from tula_hpc.attach.train.script_drift import DriftSettings, ScriptDrift
@@ -299,6 +299,7 @@ class ScriptTraining(Mode):
 
     def _note_first_step(self) -> None:
         model = self.hooks.inner_model
+        self._times.device = device_of(model)
         before = self.settings.parameters
         # not at later steps, as a script may unfreeze layers for another optimizer
         if model is not None and before is not None:
