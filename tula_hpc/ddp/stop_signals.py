@@ -1,6 +1,6 @@
 """Note signals that stop a job or suspend it, for the next step boundary.
 
-`training/ending.py` says what a training then does, and what a profile does.
+`training/ending.py` has the whole course of what a training then does, and what a profile does.
 """
 
 from __future__ import annotations

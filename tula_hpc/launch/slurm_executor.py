@@ -1,5 +1,7 @@
 """Run jobs on Slurm: call sbatch so that each array is submitted exactly once.
 
+`Launcher.submit` in `launcher.py` decides which jobs form an array.
+
 submitit takes any error of sbatch for a refusal. But with a paused or overloaded controller sbatch
 fails although the job may have been accepted. So every submission has a name of its own, which is
 looked up before another attempt. Jobs find their pickles by array index, so nothing is lost if the

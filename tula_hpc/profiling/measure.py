@@ -1,4 +1,7 @@
-"""Measurement of a configuration: times of a step and of each part by itself, and memory."""
+"""Measurement of a configuration: times of a step and of each part by itself, and memory.
+
+`profile_loop.py` calls it for each configuration, and says what follows if memory runs out.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """metrics.jsonl of a training: its lines as records; of a long file evenly chosen steps.
 
-Only `training/metrics_writer.py` writes the file; its docstring names the readers.
+`training/metrics_writer.py` writes the file; its docstring names the readers. A script's accuracies
+that turn out to be percent are corrected by lines that `attach/train/scores.py` appends.
 """
 
 from __future__ import annotations
