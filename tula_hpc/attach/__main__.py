@@ -139,10 +139,11 @@ def _run(options: argparse.Namespace) -> int:
         sys.stderr.write(f"{result}\n")
         return 1
     shutil.rmtree(folder, ignore_errors=True)
-    table, unknown = _table(options, result)
+    names = ParsedOptions(**result["options"]).names
+    settings = _settings_alone(options.arguments, names)
+    table, unknown = _table(options, result, settings)
     completed = ""
     if options.into is not None:
-        names = ParsedOptions(**result["options"]).names
         used = [names.get(argument, argument) for argument in options.arguments]
         asked = asked_batch(options.into.read_text(), used)
         got = result["forward_batch"]
@@ -156,7 +157,7 @@ def _run(options: argparse.Namespace) -> int:
         known = {key: value for key, value in table.items() if key not in unknown}
         known["base_batch"] = _step_batch(result)
         # an argument in the file may carry the batch, though none of this run does
-        by_hand = unknown.get("arguments") if _settings_alone(options.arguments, names) else None
+        by_hand = unknown.get("arguments") if settings else None
         completed = _complete(options.into, known, table["arguments"], names, by_hand)
     if options.json:
         content = {"schema_version": 1, **result, "workload": table, "unknown": list(unknown)}
@@ -336,9 +337,12 @@ def _observations(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _table(
-    options: argparse.Namespace, result: dict[str, Any]
+    options: argparse.Namespace, result: dict[str, Any], settings: str
 ) -> tuple[dict[str, Any], dict[str, Line]]:
-    """Return the table `[workload]` that would profile the script, and lines for missing keys."""
+    """Return the table `[workload]` that would profile the script, and lines for missing keys.
+
+    `settings` is the file that the script takes instead of options; "" if it takes options.
+    """
     key = "module" if options.is_module else "script"
     known = ParsedOptions(**result["options"])
     got = result["forward_batch"]
@@ -358,7 +362,7 @@ def _table(
                 "source or environment; give it an option for that"
             )
         carrying = _with_batch(arguments, known, options)
-        if got and (settings := _settings_alone(arguments, known.names)):
+        if got and settings:
             place = Path(settings)
             carrying = [str(place.with_stem(f"{place.stem}-{{local_batch}}"))]
             words = (
