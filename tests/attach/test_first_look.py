@@ -170,6 +170,24 @@ def test_where_no_argument_is_the_batch_one_that_the_script_has_is_suggested(
     assert f"arguments = {json.dumps(suggested)}" in capsys.readouterr().out
 
 
+def test_where_the_script_has_no_option_for_its_batch_the_file_gets_the_runs_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: dict[str, object] = {"forward_batch": 7, "accumulation": 1, "samples": 640, "others": [], "device": "cpu"}
+    seen["measurement"] = {"status": "oom", "nodes": 1, "workers_per_node": 1, "local_batch": 1, "finished_at": 0.0}
+    seen["options"] = {"names": {"--lr": "--lr"}, "values": {}}
+    monkeypatch.setattr("tula_hpc.attach.__main__._look", lambda *_: seen)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text('parser.add_argument("--lr")\nparser.add_argument("data")\n')
+    assert init(["--script", "train.py"]) == 0
+    assert main(["--into", "train.toml", "train.py", "pictures", "--lr", "1"]) == 0
+    assert capsys.readouterr().out.endswith("; fill in arguments and epochs by hand.\n")
+    asked = '\n# arguments = ["pictures", "--lr", "1", "--batch-size", "{local_batch}"] # no argument is 7, the batch '
+    text = Path("train.toml").read_text()
+    assert (asked in text, text.count("# arguments = ")) == (True, 1)
+
+
 @pytest.mark.parametrize("parsed", [False, True])
 def test_a_script_that_takes_only_a_file_of_settings_is_not_given_options_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, parsed: bool

@@ -70,6 +70,7 @@ from tula_hpc.init.sweep_file import (
     required_keys,
     search_and_training,
     with_arguments,
+    with_asked_arguments,
     workers_in,
 )
 from tula_hpc.own_sources import find_module, named_above, source_of
@@ -157,8 +158,14 @@ def _run(options: argparse.Namespace) -> int:
         known = {key: value for key, value in table.items() if key not in unknown}
         known["base_batch"] = _step_batch(result)
         # an argument in the file may carry the batch, though none of this run does
-        by_hand = unknown.get("arguments") if settings else None
-        completed = _complete(options.into, known, table["arguments"], names, by_hand)
+        completed = _complete(
+            options.into,
+            known,
+            table["arguments"],
+            names,
+            asked=unknown.get("arguments"),
+            by_hand=bool(settings),
+        )
     if options.json:
         content = {"schema_version": 1, **result, "workload": table, "unknown": list(unknown)}
         lines = [json.dumps(content, indent=1)]
@@ -462,28 +469,33 @@ def _complete(
     table: dict[str, Any],
     arguments: Sequence[str],
     names: Mapping[str, str],
-    by_hand: Line | None = None,
+    *,
+    asked: Line | None,
+    by_hand: bool,
 ) -> str:
     """Write values that a sweep file lacks; return a sentence on what was added and is missing.
 
     `table` has the known keys of the workload, and one worker's `base_batch`, 0 where it is
     unknown. `arguments` have placeholders; `names` has each option's longest name by any name.
-    `by_hand` has the arguments that the user has to write, if those in the file are no use.
+    `asked` has the arguments that the user has to write, if the batch is in none of the run's;
+    `by_hand`: those in the file are no use.
     """
     text = path.read_text()
     table = {**table, "base_batch": table["base_batch"] * workers_in(text)}
     text, keys = fill_in(text, table)
-    text, added = with_arguments(text, () if by_hand else arguments, names)
-    if keys or added:
+    text, added = with_arguments(text, () if asked and by_hand else arguments, names)
+    if asked is not None:
+        text = with_asked_arguments(text, asked)
+    if text != path.read_text():
         write_atomically(path, text)
     got = [f"{key} = {json.dumps(table[key], ensure_ascii=False)}" for key in keys]
     if added:
         got.append(f"arguments with {' '.join(added)}")
     done = f"filled in {', '.join(got)}" if got else "nothing to fill in"
     lacking = [*required_keys(text), *required_arguments(text)]
-    if by_hand is not None:
-        value = json.dumps(by_hand.value, ensure_ascii=False)
-        why = by_hand.comment.removesuffix(f": {UNKNOWN}")
+    if asked is not None and by_hand:
+        value = json.dumps(asked.value, ensure_ascii=False)
+        why = asked.comment.removesuffix(f": {UNKNOWN}")
         lacking.append(f"arguments = {value} ({why})")
     ready = f"fill in {' and '.join(lacking)} by hand" if lacking else "it is complete"
     passes = re.search(r"^accumulation = (\d+)", text, re.MULTILINE)

@@ -339,6 +339,18 @@ def fill_in(text: str, known: Mapping[str, Any]) -> tuple[str, list[str]]:
     return text, filled
 
 
+def with_asked_arguments(text: str, line: Line) -> str:
+    """Replace the lines that ask for arguments by one, unless the file has arguments.
+
+    It has the arguments of a run, and so all that the script requires.
+    """
+    asked = re.search(r"^# arguments = .*$", text, re.MULTILINE)
+    if asked is None or _has(text, "arguments"):
+        return text
+    others = re.sub(r"^# arguments = .*\n", "", text[asked.end() + 1 :], flags=re.MULTILINE)
+    return f"{text[: asked.start()]}{line.text()}\n{others}"
+
+
 def workers_in(text: str) -> int:
     """Return the workers per node by which `tula init` multiplied an unknown base batch; else 1."""
     usual = re.search(r"^# base_batch = (\d+) ", text, re.MULTILINE)
