@@ -92,6 +92,11 @@ def test_a_file_of_init_gets_what_it_lacks(
     base_batch = sweep.training.base_batch
     sweep, _ = load_together(tmp_path / "train.toml", tmp_path / "cluster.toml")
     assert (sweep.workload.accumulation, sweep.training.base_batch) == (2, 2 * base_batch)
+    text = (tmp_path / "train.toml").read_text()
+    (tmp_path / "train.toml").write_text(text.replace("accumulation = 2 ", "accumulation = 1 "))
+    assert main(["--into", "train.toml", "train.py", "--batch-size", "64"]) == 0
+    advice = f"a step took 2 forward passes here: set accumulation to 2 and base_batch to {4 * base_batch}; it is"
+    assert advice in capsys.readouterr().out
     seen["device"] = "cpu"
     assert main(["train.py", "configs/b64.yaml"]) == 0
     printed = capsys.readouterr().out

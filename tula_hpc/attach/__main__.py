@@ -66,6 +66,7 @@ from tula_hpc.init.sweep_file import (
     asked_batch,
     fill_in,
     name_line,
+    other_passes,
     required_arguments,
     required_keys,
     search_and_training,
@@ -498,12 +499,9 @@ def _complete(
         why = asked.comment.removesuffix(f": {UNKNOWN}")
         lacking.append(f"arguments = {value} ({why})")
     ready = f"fill in {' and '.join(lacking)} by hand" if lacking else "it is complete"
-    passes = re.search(r"^accumulation = (\d+)", text, re.MULTILINE)
     seen = table.get("accumulation", 1)
-    if seen != int(passes[1] if passes else 1):
-        took = plural(seen, "forward pass")
-        ready = f"a step took {took} here: set accumulation to {seen}; {ready}"
-    return f"{path}: {done}; {ready}."
+    advice = other_passes(text, seen, is_step="base_batch" in keys)
+    return f"{path}: {done}; {advice}{ready}."
 
 
 if __name__ == "__main__":

@@ -351,6 +351,23 @@ def with_asked_arguments(text: str, line: Line) -> str:
     return f"{text[: asked.start()]}{line.text()}\n{others}"
 
 
+def other_passes(text: str, seen: int, *, is_step: bool) -> str:
+    """Return advice on a file whose steps have another number of passes than was `seen`; else "".
+
+    `is_step`: the file's base_batch is that of the step that was seen.
+    """
+    passes = re.search(r"^\s*accumulation\s*=\s*([\d_]+)", text, re.MULTILINE)
+    before = int(passes[1]) if passes else 1
+    if seen == before:
+        return ""
+    batch = re.search(r"^\s*base_batch\s*=\s*([\d_]+)", text, re.MULTILINE)
+    # the batch of one pass stays, and a step has more of them
+    more = ""
+    if batch is not None and not is_step:
+        more = f" and base_batch to {int(batch[1]) * seen // before}"
+    return f"a step took {plural(seen, 'forward pass')} here: set accumulation to {seen}{more}; "
+
+
 def workers_in(text: str) -> int:
     """Return the workers per node by which `tula init` multiplied an unknown base batch; else 1."""
     usual = re.search(r"^# base_batch = (\d+) ", text, re.MULTILINE)
