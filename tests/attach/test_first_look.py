@@ -175,6 +175,25 @@ def test_where_no_argument_is_the_batch_one_that_the_script_has_is_suggested(
     assert f"arguments = {json.dumps(suggested)}" in capsys.readouterr().out
 
 
+def test_a_pass_of_more_samples_than_the_data_set_has_items_leaves_the_samples_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where each item is several views of an image; the batch of the step is within the bounds."""
+    seen: dict[str, object] = {"forward_batch": 1024, "accumulation": 1, "samples": 640, "others": [], "device": "cpu"}
+    seen["measurement"] = {"status": "oom", "nodes": 1, "workers_per_node": 1, "local_batch": 1, "finished_at": 0.0}
+    seen["options"] = {"names": {}, "values": {}}
+    monkeypatch.setattr("tula_hpc.attach.__main__._look", lambda *_: seen)
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    assert main(["train.py", "--batch", "1024"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"\n# samples = .* of a pass are counted: the data set has only 640 items: unknown\n", printed)
+    Path("train.toml").write_text(printed)
+    sweep = load_sweep(Path("train.toml"), ["workload.epochs=9", "workload.samples=655360"])
+    assert sweep.search.min_batch == sweep.training.base_batch == 1024
+    assert sweep.search.max_batch > 1024
+
+
 def test_where_the_script_has_no_option_for_its_batch_the_file_gets_the_runs_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ from tula_hpc.init.sweep_file import (
     required_arguments,
     search_and_training,
     with_arguments,
+    with_fitting_bounds,
     workers_in,
 )
 from tula_hpc.launch.bounded_command import NOT_CONFIGURED
@@ -337,6 +338,31 @@ def test_a_batch_that_the_source_does_not_tell_is_unknown_until_a_step_was_seen(
     # by hand, beside the line that asks for it
     mine = f"{written}base_batch = 512\n"
     assert tomllib.loads(fill_in(mine, {"base_batch": 16})[0])["training"]["base_batch"] == 512
+
+
+@pytest.mark.parametrize(
+    ("known", "bounds"),
+    [
+        ({"base_batch": 4096, "samples": 10**6}, {"min_batch": 4096, "max_batch": 65536}),
+        ({"base_batch": 5000, "samples": 10_000}, {"min_batch": 4096, "max_batch": 8192}),
+        ({"base_batch": 64, "samples": 100}, {"min_batch": 64, "max_batch": 64}),
+        ({"base_batch": 256, "samples": 10**6}, {}),
+    ],
+)
+def test_bounds_that_are_not_the_users_own_fit_what_was_seen(
+    commands: Path, tmp_path: Path, known: dict[str, int], bounds: dict[str, int]
+) -> None:
+    put_site(commands, [Made("gpu", nodes=6, gres="gpu:4")])
+    (tmp_path / "train.py").write_text(NOTHING)
+    assert main([str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "train.py")]) == 0
+    filled, _ = fill_in((tmp_path / "train.toml").read_text(), known)
+    more, changed = with_fitting_bounds(filled)
+    search = tomllib.loads(more)["search"]
+    before = tomllib.loads(filled)["search"]
+    assert {key: search[key] for key in changed} == changed
+    assert {**before, **bounds} == search
+    mine = filled.replace("# global", "# mine")
+    assert with_fitting_bounds(mine) == (mine, {})
 
 
 def test_a_script_of_that_name_in_the_working_directory_is_not_taken(

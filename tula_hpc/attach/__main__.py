@@ -72,6 +72,7 @@ from tula_hpc.init.sweep_file import (
     search_and_training,
     with_arguments,
     with_asked_arguments,
+    with_fitting_bounds,
     workers_in,
 )
 from tula_hpc.own_sources import find_module, named_above, source_of
@@ -383,10 +384,17 @@ def _table(
                 f"a file is named after {got}, the batch: write one for each batch that is tried"
             )
         asked["arguments"] = (carrying, words)
-    if result["samples"]:
-        table["samples"] = result["samples"]
+    samples = result["samples"] or 0
+    if samples >= max(1, got):
+        table["samples"] = samples
     else:
-        asked["samples"] = (50_000, "of an epoch, over all workers; the loader does not say")
+        words = "of an epoch, over all workers; the loader does not say"
+        if samples:
+            words = (
+                f"of an epoch, over all workers, as the {got} of a pass are counted: the data set "
+                f"has only {samples} items"
+            )
+        asked["samples"] = (50_000, words)
     # the epochs of this run are not used, as it was only a trial
     words = "of the whole training"
     if not any(name in " ".join(arguments) for name in ("{epochs}", "{steps}")):
@@ -456,7 +464,7 @@ def _sweep_file(
     yield ""
     cluster = ClusterSpec(device=result["device"])
     yield from search_and_training(
-        cluster, max(1, _step_batch(result)), result["accumulation"], result["samples"]
+        cluster, max(1, _step_batch(result)), result["accumulation"], table.get("samples")
     )
 
 
@@ -487,6 +495,10 @@ def _complete(
     text, added = with_arguments(text, () if asked and by_hand else arguments, names)
     if asked is not None:
         text = with_asked_arguments(text, asked)
+    if keys:
+        text, bounds = with_fitting_bounds(text)
+        table |= bounds
+        keys += sorted(bounds, reverse=True)
     if text != path.read_text():
         write_atomically(path, text)
     got = [f"{key} = {json.dumps(table[key], ensure_ascii=False)}" for key in keys]

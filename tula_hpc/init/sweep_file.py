@@ -356,25 +356,48 @@ def other_passes(text: str, seen: int, *, is_step: bool) -> str:
 
     `is_step`: the file's base_batch is that of the step that was seen.
     """
-    passes = re.search(r"^\s*accumulation\s*=\s*([\d_]+)", text, re.MULTILINE)
-    before = int(passes[1]) if passes else 1
+    before = _number_in(text, "accumulation") or 1
     if seen == before:
         return ""
-    batch = re.search(r"^\s*base_batch\s*=\s*([\d_]+)", text, re.MULTILINE)
+    batch = _number_in(text, "base_batch")
     # the batch of one pass stays, and a step has more of them
-    more = ""
-    if batch is not None and not is_step:
-        more = f" and base_batch to {int(batch[1]) * seen // before}"
+    more = f" and base_batch to {batch * seen // before}" if batch and not is_step else ""
     return f"a step took {plural(seen, 'forward pass')} here: set accumulation to {seen}{more}; "
+
+
+def with_fitting_bounds(text: str) -> tuple[str, dict[str, int]]:
+    """Have the bounds of the search fit base_batch and samples; return the text and new bounds.
+
+    Only those that `tula init` wrote are changed.
+    """
+    written = re.findall(r"^(min_batch|max_batch) = (\d+) +# global[:;]", text, re.MULTILINE)
+    bounds = {key: int(value) for key, value in written}
+    if bounds.keys() != {"min_batch", "max_batch"}:
+        return text, {}
+    base = _number_in(text, "base_batch")
+    raised = 1
+    if base > bounds["max_batch"]:
+        raised = _power_of_two(base) // bounds["min_batch"]
+    most = _power_of_two(_number_in(text, "samples") or LARGEST_BATCH)
+    fitting = {key: min(value * raised, most) for key, value in bounds.items()}
+    changed = dict(fitting.items() - bounds.items())
+    for key, value in changed.items():
+        text = re.sub(rf"^({key} = )\d+", rf"\g<1>{value}", text, flags=re.MULTILINE)
+    return text, changed
+
+
+def _number_in(text: str, key: str) -> int:
+    """Return the number that a sweep file gives a key; 0: none."""
+    found = re.search(rf"^\s*{key}\s*=\s*([\d_]+)", text, re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 def workers_in(text: str) -> int:
     """Return the workers per node by which `tula init` multiplied an unknown base batch; else 1."""
     usual = re.search(r"^# base_batch = (\d+) ", text, re.MULTILINE)
-    passes = re.search(r"^accumulation\s*=\s*(\d+)", text, re.MULTILINE)
     if usual is None:
         return 1
-    return max(1, int(usual[1]) // (USUAL_BATCH * int(passes[1] if passes else 1)))
+    return max(1, int(usual[1]) // (USUAL_BATCH * (_number_in(text, "accumulation") or 1)))
 
 
 def with_arguments(
