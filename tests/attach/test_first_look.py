@@ -324,6 +324,9 @@ def test_a_script_that_is_not_there(tmp_path: Path) -> None:
         (["--total_batch", "4096"], 0, 1, ["--total_batch", "4096"]),
         (["--batch", "16", "--batch-workers", "0"], 0, 1, ["--batch", "16", "--batch-workers", "0"]),
         (["--lr", "0.1"], 64, 1, ["--lr", "0.1"]),
+        (["--bs=8", "--num-steps=99"], 8, 1, ["--bs={local_batch}", "--num-steps={steps}"]),
+        (["--num-envs=8", "--num-steps=99"], 0, 1, ["--num-envs=8", "--num-steps=99"]),
+        (["--total_timesteps", "9999", "--num_steps", "99"], 0, 1, ["--total_timesteps", "9999", "--num_steps", "99"]),
         # which of the two it is nobody knows
         (["--size", "64", "-n", "64"], 64, 1, ["--size", "64", "-n", "64"]),
     ],

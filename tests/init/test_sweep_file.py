@@ -147,6 +147,23 @@ p = argparse.ArgumentParser()
 p.add_argument("--micro-batch-size", type=int, help="Per model. Global batch size is this times workers.")
 p.add_argument("--train-iters", type=int)
 """
+# as CleanRL's
+ROLLOUTS = """
+import tyro
+from dataclasses import dataclass
+@dataclass
+class Args:
+    seed: int = 1
+    total_timesteps: int = 500000
+    num_envs: int = 4
+    num_steps: int = 128
+    num_minibatches: int = 4
+    batch_size: int = 0
+    num_iterations: int = 0
+args = tyro.cli(Args)
+args.batch_size = int(args.num_envs * args.num_steps)
+args.num_iterations = args.total_timesteps // args.batch_size
+"""
 SUBCOMMANDS = """
 import argparse
 def common(p): p.add_argument("--seed", default=7, type=int)
@@ -545,6 +562,20 @@ def test_a_script_that_imports_from_its_package_is_run_as_a_module(
     assert main(["elsewhere.toml", "--script", "src/mine/train.py", "--force"]) == 2
     assert "module mine.train, which is not here or installed" in capsys.readouterr().err
     assert not (tmp_path / "elsewhere.toml").exists()
+
+
+def test_steps_of_a_rollout_and_what_the_script_computes_are_not_given_values(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(ROLLOUTS)
+    found = read_options(script)
+    assert (found.batch, found.steps) == (None, None)
+    assert found.seed is not None
+    # without environments, and with a batch of the user's own
+    script.write_text(ROLLOUTS.replace("num_envs", "width").replace("total_timesteps", "x").replace("= 0", "= 8"))
+    found = read_options(script)
+    assert found.batch is not None
+    assert found.steps is not None
+    assert (found.batch.flag, found.steps.flag) == ("--batch-size", "--num-steps")
 
 
 def test_the_shipped_scripts_are_read() -> None:

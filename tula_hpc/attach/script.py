@@ -18,12 +18,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from functools import wraps
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tula_hpc.config import SweepSpec
 from tula_hpc.config.workload import PLACEHOLDER
 from tula_hpc.env import WorkerEnvironment
+from tula_hpc.init.script_options import collects_rollouts
 from tula_hpc.records import Configuration
 
 # how far, relative to the batch asked for, the mean of batches that are drawn at random may lie
@@ -374,14 +376,7 @@ OF_EPOCHS = re.compile(r"(--|([\w.]+\.)?)((n|num|max|total|train)[_-]?)*epochs=?
 # whole names of options for nodes: the cluster's if the default is 1, else perhaps a graph's
 OF_NODES = re.compile(r"(--|([\w.]+\.)?)(((n|num)[_-]?)?nodes|nnodes)=?")
 # parts of the names of options that set the steps of the whole training
-OF_STEPS = tuple(
-    f"{most}{mark}{unit}"
-    for most in ("max", "total", "num", "train")
-    for mark in ("_", "-")
-    for unit in ("step", "iter")
-)
-
-
+OF_STEPS = [*map("".join, product(("max", "total", "num", "train"), "_-", ("step", "iter")))]
 # option for the batch of a step over all workers, which may be counted in tokens
 OF_TOTAL = re.compile(r"(total|global|effective)\w*batch|batch\w*(total|global|effective|tokens)")
 
@@ -405,15 +400,16 @@ def with_placeholders(
     def valued(names: Sequence[str]) -> Iterator[int]:
         return (n for i, n in numbers.items() if _is_of(flags[i], names))
 
+    of_steps = _of_steps([*options.names, *flags])
     epochs = next(valued(("epoch",)), None)
-    steps = next(valued(OF_STEPS), None) if epochs is None else None
+    steps = next(valued(of_steps), None) if epochs is None else None
     # batches that are drawn at random vary about this number
     near = next((n for n in valued(OF_BATCH) if abs(n - batch) <= NEAR * n), None)
     for names, value, placeholder in (
         (OF_BATCH, batch, "{local_batch}"),
         (OF_BATCH, batch * passes, "{global_batch}"),
         (("epoch",), epochs, "{epochs}"),
-        (OF_STEPS, steps, "{steps}"),
+        (of_steps, steps, "{steps}"),
         (OF_BATCH, near, "{local_batch}"),
         (("",), batch, "{local_batch}"),
     ):
@@ -440,7 +436,14 @@ def steps_asked(arguments: Sequence[str], options: ParsedOptions) -> set[int]:
     typed = [
         (options.names.get(f, f), int(n)) for f, n in zip(flags, last, strict=True) if n.isdigit()
     ]
-    return {number for flag, number in (*options.values.items(), *typed) if _is_of(flag, OF_STEPS)}
+    of_steps = _of_steps([*options.names, *flags])
+    return {number for flag, number in (*options.values.items(), *typed) if _is_of(flag, of_steps)}
+
+
+def _of_steps(flags: Sequence[str]) -> Sequence[str]:
+    """Return parts of the names of options for all steps, by all options of the script."""
+    is_rollout = collects_rollouts(flags)
+    return [name for name in OF_STEPS if not (is_rollout and name.startswith("num"))]
 
 
 def _of_a_sample(flag: str, total: int, samples: int) -> int:

@@ -9,11 +9,20 @@ from __future__ import annotations
 
 import ast
 import itertools
-import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tula_hpc.init.syntax import (
+    computed_in,
+    constants_of,
+    holder_of,
+    imported_by,
+    keys_of,
+    last_name,
+    value_of,
+)
 
 
 class Option(NamedTuple):
@@ -115,6 +124,9 @@ _ROLES = {
 }
 # names of a batch for one forward pass; preferred to a batch that is cut into several passes
 _OF_ONE_PASS = re.compile(r"per_|micro|local")
+# names of the number of environments, or of all their steps; and of those between two updates
+_OF_ROLLOUTS = re.compile(r"total_?time_?steps|(?:num|n)_?envs")
+_OF_A_ROLLOUT = re.compile(r"(?:num|n)_?steps")
 _MAKERS = frozenset({"run", "Fire", "cli", "HfArgumentParser", "ArgumentParser"})
 _KEEPING = frozenset({"keep", "trainer_callback", "lightning_callback"})
 _HYDRA_ROOTS = frozenset({"cfg", "config", "conf"})
@@ -149,10 +161,13 @@ def read_options(path: Path) -> ScriptOptions:
         raise ValueError(f"cannot be read: {error.strerror}") from None
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ValueError(f"is not valid Python: {error}") from None
-    options = [*_declared(tree), *_made(tree), *_of_hydra(tree), *_of_configurator(tree)]
+    declared = [*_declared(tree), *_made(tree), *_of_hydra(tree), *_of_configurator(tree)]
+    # options whose value the script computes, as CleanRL's batch_size: int = 0
+    computed = computed_in(tree)
+    options = [each for each in declared if each.default != 0 or computed.isdisjoint(each.names)]
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    names |= {name.rpartition(".")[2] for name in _imported(tree)}
+    names |= {name.rpartition(".")[2] for name in imported_by(tree)}
     if names & {"TrainingArguments", "Seq2SeqTrainingArguments"} and "HfArgumentParser" in names:
         options += _HUGGING_FACE
     if "LightningCLI" in names:
@@ -167,7 +182,7 @@ def read_options(path: Path) -> ScriptOptions:
         saved=tuple(dict.fromkeys(_saved(tree))),
         saves="Trainer" in names
         or any(re.search("save|checkpoint", name.lower()) for name in names),
-        is_kept=not names.isdisjoint(_KEEPING) and "tula_hpc.attach" in _imported(tree),
+        is_kept=not names.isdisjoint(_KEEPING) and "tula_hpc.attach" in imported_by(tree),
         command=command,
         is_in_package=any(isinstance(n, ast.ImportFrom) and n.level > 0 for n in ast.walk(tree)),
         shares_passes=roles["accumulation"] is not None
@@ -186,12 +201,22 @@ def _training_command(options: Sequence[Option]) -> str:
     return max(commands, key=known, default="")
 
 
-def _best(role: str, options: Iterable[Option]) -> Option | None:
+def collects_rollouts(names: Iterable[str]) -> bool:
+    """Tell whether options with these names are those of reinforcement learning.
+
+    Its `--num-steps` are those of an environment between two updates of the policy.
+    """
+    return any(_OF_ROLLOUTS.fullmatch(_written(name).strip("=")) for name in names)
+
+
+def _best(role: str, options: Sequence[Option]) -> Option | None:
     pattern = re.compile(_ROLES[role])
     found = [each for each in options if any(map(pattern.fullmatch, each.names))]
     if role == "batch":
         found.sort(key=lambda each: not any(map(_OF_ONE_PASS.search, each.names)))
     if role == "steps":
+        if collects_rollouts(name for each in options for name in each.names):
+            found = [each for each in found if not any(map(_OF_A_ROLLOUT.fullmatch, each.names))]
         # next to "num_steps", plain "iters" may be iterations within a step, as in RAFT
         found.sort(key=lambda each: "_" not in "".join(each.names))
     if role == "nodes":
@@ -207,18 +232,18 @@ def _best(role: str, options: Iterable[Option]) -> Option | None:
 
 def _declared(tree: ast.Module) -> Iterator[Option]:
     """Yield the options that a call declares: those of argparse, click and absl."""
-    constants = _constants(tree)
+    constants = constants_of(tree)
     parsers = _Parsers(tree)
     of_click = _commands_of_click(tree)
     for call in ast.walk(tree):
         if not isinstance(call, ast.Call):
             continue
-        name = _last_name(call.func)
+        name = last_name(call.func)
         values = [arg.value for arg in call.args if isinstance(arg, ast.Constant)]
         texts = [value for value in values if isinstance(value, str)]
         given = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
         if name.startswith("DEFINE_") and texts:
-            default = _value(call.args[1], constants) if len(call.args) > 1 else None
+            default = value_of(call.args[1], constants) if len(call.args) > 1 else None
             takes_value = name not in ("DEFINE_bool", "DEFINE_boolean")
             yield Option(f"--{texts[0]}", (_written(texts[0]),), default, takes_value)
         elif name in ("add_argument", "option", "argument") and texts:
@@ -232,8 +257,8 @@ class _Parsers:
 
     def __init__(self, tree: ast.Module) -> None:
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        with_commands = [call.func for call in calls if _last_name(call.func) == "add_subparsers"]
-        self.programs = {_holder(function) for function in with_commands} - {""}
+        with_commands = [call.func for call in calls if last_name(call.func) == "add_subparsers"]
+        self.programs = {holder_of(function) for function in with_commands} - {""}
         # line, variable and subcommand: a variable may hold one parser after another
         self.made: list[tuple[int, str, str | None]] = []
         made = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
@@ -245,9 +270,9 @@ class _Parsers:
                 ]
 
     def _made_by(self, call: ast.Call, variable: str) -> str | None:
-        kind = _last_name(call.func)
+        kind = last_name(call.func)
         if kind == "add_parser" and call.args:
-            return str(_value(call.args[0], {}) or "")
+            return str(value_of(call.args[0], {}) or "")
         if kind in ("add_argument_group", "add_mutually_exclusive_group"):
             return self.command_of(call)
         return None if variable in self.programs else ""
@@ -257,7 +282,7 @@ class _Parsers:
 
         None stands for the main parser of a program with subcommands.
         """
-        variable = _holder(call.func)
+        variable = holder_of(call.func)
         found = None if variable in self.programs else ""
         for line, name, command in self.made:
             if name == variable and line <= call.lineno:
@@ -268,14 +293,14 @@ class _Parsers:
 def _commands_of_click(tree: ast.Module) -> dict[ast.Call, str | None]:
     """Return the subcommand of each option's decorator; None: it stands before any subcommand."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    groups = {each.name for each in functions if "group" in map(_last_name, each.decorator_list)}
+    groups = {each.name for each in functions if "group" in map(last_name, each.decorator_list)}
     found: dict[ast.Call, str | None] = {}
     for each in functions:
         calls = [node for node in each.decorator_list if isinstance(node, ast.Call)]
         if each.name in groups:
             found |= dict.fromkeys(calls)
         for call in calls:
-            if _last_name(call.func) == "command" and _holder(call.func) in groups:
+            if last_name(call.func) == "command" and holder_of(call.func) in groups:
                 found |= dict.fromkeys(calls, _command_name(each, call))
     return found
 
@@ -283,30 +308,30 @@ def _commands_of_click(tree: ast.Module) -> dict[ast.Call, str | None]:
 def _command_name(function: ast.FunctionDef, decorator: ast.expr) -> str:
     """Return the name of a command of click or typer."""
     given = decorator.args if isinstance(decorator, ast.Call) else []
-    named = _value(given[0], {}) if given else None
+    named = value_of(given[0], {}) if given else None
     return named if isinstance(named, str) else function.name.replace("_", "-")
 
 
 def _of_call(texts: list[str], given: dict[str, ast.expr], constants: dict[str, Any]) -> Option:
     flags = [text.partition("/")[0] for text in texts if text.startswith("-")]
-    action = _value(given.get("action"), constants)
+    action = value_of(given.get("action"), constants)
     is_switch = isinstance(action, str) and action.startswith(
         ("store_true", "store_false", "count")
     )
-    is_switch |= _last_name(given.get("action")) == "BooleanOptionalAction"
-    is_switch |= _value(given.get("is_flag"), constants) is True
+    is_switch |= last_name(given.get("action")) == "BooleanOptionalAction"
+    is_switch |= value_of(given.get("is_flag"), constants) is True
     # value of an option of argparse that is given without a value
     is_switch |= "const" in given
-    dest = _value(given.get("dest"), constants)
+    dest = value_of(given.get("dest"), constants)
     names = [_written(text) for text in [*texts, *filter(None, [dest])] if isinstance(text, str)]
     # a positional argument is required, unless a default, nargs or required=False says otherwise
-    optional = "default" in given or _value(given.get("nargs"), constants) in ("?", "*", 0, -1)
-    required = _value(given.get("required"), constants)
-    help_text = _value(given.get("help"), constants)
+    optional = "default" in given or value_of(given.get("nargs"), constants) in ("?", "*", 0, -1)
+    required = value_of(given.get("required"), constants)
+    help_text = value_of(given.get("help"), constants)
     return Option(
         flag=max(flags, key=len, default=texts[0]),
         names=tuple(names),
-        default=_value(given.get("default"), constants),
+        default=value_of(given.get("default"), constants),
         takes_value=not is_switch,
         is_required=bool(required) or (not flags and not optional and required is not False),
         help=help_text if isinstance(help_text, str) else "",
@@ -317,10 +342,10 @@ def _made(tree: ast.Module) -> Iterator[Option]:
     """Yield the parameters and fields from which a call or a decorator makes options."""
     makers: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and _last_name(node.func) in _MAKERS:
+        if isinstance(node, ast.Call) and last_name(node.func) in _MAKERS:
             for argument in node.args:
                 makers |= {each.id for each in ast.walk(argument) if isinstance(each, ast.Name)}
-    constants = _constants(tree)
+    constants = constants_of(tree)
     # without click's commands, whose options `_declared` finds
     commands: dict[str, str | None] = {
         **dict.fromkeys(makers, ""),
@@ -347,14 +372,14 @@ def _commands_of_typer(tree: ast.Module) -> dict[str, str | None]:
     program without subcommands.
     """
     found: dict[str, str | None] = {}
-    if "typer" not in _imported(tree):
+    if "typer" not in imported_by(tree):
         return found
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     for each in functions:
         for decorator in each.decorator_list:
-            if _last_name(decorator) == "command":
+            if last_name(decorator) == "command":
                 found[each.name] = _command_name(each, decorator)
-            elif _last_name(decorator) == "callback":
+            elif last_name(decorator) == "callback":
                 found[each.name] = None
     # a single command is the program itself
     return found if len(found) > 1 else dict.fromkeys(found, "")
@@ -376,24 +401,24 @@ def _of_name(name: str, value: ast.expr | None, constants: dict[str, Any]) -> Op
     flag = f"--{name.replace('_', '-')}"
     is_required = value is None
     if isinstance(value, ast.Call):
-        texts = [_value(argument, constants) for argument in value.args]
+        texts = [value_of(argument, constants) for argument in value.args]
         flags = [text for text in texts if isinstance(text, str) and text.startswith("--")]
         flag = flags[0] if flags else flag
         keywords = {keyword.arg: keyword.value for keyword in value.keywords}
         value = keywords.get("default", value.args[0] if value.args else None)
         is_required = isinstance(value, ast.Constant) and value.value is ...
-    default = _value(value, constants)
+    default = value_of(value, constants)
     return Option(flag, tuple(names), default, not isinstance(default, bool), is_required)
 
 
 def _of_hydra(tree: ast.Module) -> Iterator[Option]:
     """Yield the keys that a script with Hydra reads from its configuration."""
-    if not any(_last_name(node) == "main" for node in _decorators(tree)):
+    if not any(last_name(node) == "main" for node in _decorators(tree)):
         return
-    if "hydra" not in _imported(tree):
+    if "hydra" not in imported_by(tree):
         return
     for node in ast.walk(tree):
-        keys = _keys_of(node)
+        keys = keys_of(node)
         if len(keys) > 1 and keys[0] in _HYDRA_ROOTS:
             yield Option(f"{'.'.join(keys[1:])}=", (_written(keys[-1]),))
 
@@ -401,26 +426,17 @@ def _of_hydra(tree: ast.Module) -> Iterator[Option]:
 def _of_configurator(tree: ast.Module) -> Iterator[Option]:
     """Yield the variables that nanoGPT's configurator, executed below them, takes as options."""
     calls = [node for node in tree.body if isinstance(node, ast.Expr)]
-    lines = [node.lineno for node in calls if _last_name(node.value) == "exec"]
+    lines = [node.lineno for node in calls if last_name(node.value) == "exec"]
     for node in tree.body:
         if isinstance(node, ast.Assign) and node.lineno < min(lines, default=0):
-            for name in filter(None, map(_last_name, node.targets)):
-                yield Option(f"--{name}=", (_written(name),), _value(node.value, {}))
+            for name in filter(None, map(last_name, node.targets)):
+                yield Option(f"--{name}=", (_written(name),), value_of(node.value, {}))
 
 
 def _decorators(tree: ast.Module) -> Iterator[ast.expr]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             yield from node.decorator_list
-
-
-def _keys_of(node: ast.AST) -> list[str]:
-    """Return the names of `a.b.c`; an empty list for any other expression."""
-    if isinstance(node, ast.Name):
-        return [node.id]
-    if isinstance(node, ast.Attribute) and (before := _keys_of(node.value)):
-        return [*before, node.attr]
-    return []
 
 
 def _divided_by_workers(tree: ast.Module) -> set[str]:
@@ -431,66 +447,17 @@ def _divided_by_workers(tree: ast.Module) -> set[str]:
             quotients.append((node.target, node.value))
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
             quotients.append((node.left, node.right))
-    return {_last_name(of) for of, by in quotients if _OF_WORKERS.search(ast.unparse(by))}
+    return {last_name(of) for of, by in quotients if _OF_WORKERS.search(ast.unparse(by))}
 
 
 def _saved(tree: ast.Module) -> Iterator[str]:
     """Yield the names of files that the script passes to a `save` function."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and _last_name(node.func) == "save":
+        if isinstance(node, ast.Call) and last_name(node.func) == "save":
             for argument in [*node.args, *(keyword.value for keyword in node.keywords)]:
                 text = argument.value if isinstance(argument, ast.Constant) else None
                 if isinstance(text, str) and re.fullmatch(r"[\w./-]+\.[a-z]+", text):
                     yield text
-
-
-def _imported(tree: ast.Module) -> set[str]:
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
-
-
-def _constants(tree: ast.Module) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-            found |= {
-                each.id: node.value.value for each in node.targets if isinstance(each, ast.Name)
-            }
-    return found
-
-
-def _value(node: ast.expr | None, constants: dict[str, Any]) -> Any:
-    """Return the value of a literal, a constant's name or a product; None for anything else."""
-    if isinstance(node, ast.Name):
-        return constants.get(node.id)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        factors = [_value(side, constants) for side in (node.left, node.right)]
-        is_product = all(isinstance(factor, int | float) for factor in factors)
-        return math.prod(factors) if is_product else None
-    try:
-        return None if node is None else ast.literal_eval(node)
-    except ValueError:
-        return None
-
-
-def _last_name(node: ast.AST | None) -> str:
-    if isinstance(node, ast.Call):
-        return _last_name(node.func)
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def _holder(function: ast.expr) -> str:
-    """Return the variable whose method this is; "" if it is not a method of a variable."""
-    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
-        return function.value.id
-    return ""
 
 
 def _written(flag: str) -> str:

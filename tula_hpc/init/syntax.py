@@ -1,0 +1,78 @@
+"""Facts of a program's syntax tree: names, literal values, imports, what it computes itself."""
+
+from __future__ import annotations
+
+import ast
+import math
+from typing import Any
+
+
+def keys_of(node: ast.AST) -> list[str]:
+    """Return the names of `a.b.c`; an empty list for any other expression."""
+    if isinstance(node, ast.Name):
+        return [node.id]
+    if isinstance(node, ast.Attribute) and (before := keys_of(node.value)):
+        return [*before, node.attr]
+    return []
+
+
+def imported_by(tree: ast.Module) -> set[str]:
+    """Return the names of modules, and of things in them, that a program imports."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def computed_in(tree: ast.Module) -> set[str]:
+    """Return the attributes that a program sets without using what they were before."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            used = {each.attr for each in ast.walk(node.value) if isinstance(each, ast.Attribute)}
+            found |= {each.attr for each in node.targets if isinstance(each, ast.Attribute)} - used
+    return found
+
+
+def constants_of(tree: ast.Module) -> dict[str, Any]:
+    """Return the values of a program's constants: names set to a literal outside any function."""
+    found: dict[str, Any] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            found |= {
+                each.id: node.value.value for each in node.targets if isinstance(each, ast.Name)
+            }
+    return found
+
+
+def value_of(node: ast.expr | None, constants: dict[str, Any]) -> Any:
+    """Return the value of a literal, a constant's name or a product; None for anything else."""
+    if isinstance(node, ast.Name):
+        return constants.get(node.id)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        factors = [value_of(side, constants) for side in (node.left, node.right)]
+        is_product = all(isinstance(factor, int | float) for factor in factors)
+        return math.prod(factors) if is_product else None
+    try:
+        return None if node is None else ast.literal_eval(node)
+    except ValueError:
+        return None
+
+
+def last_name(node: ast.AST | None) -> str:
+    """Return the last name of `a.b.c` or of a call of it; "" for any other expression."""
+    if isinstance(node, ast.Call):
+        return last_name(node.func)
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def holder_of(function: ast.expr) -> str:
+    """Return the variable whose method this is; "" if it is not a method of a variable."""
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+        return function.value.id
+    return ""
