@@ -329,7 +329,7 @@ class ScriptTraining(Mode):
             self._carried = (self._samples - self._samples_before) * self._workers
         self._samples = self._samples_before = 0
         is_short = samples < self._epoch[1] and not self.is_kept
-        if is_short and progress.offset == progress.epoch_steps == 0:
+        if progress.epoch and is_short and progress.offset == progress.epoch_steps == 0:
             # the last, shorter batch of the epoch before
             progress.offset = -samples
         progress.count_step(samples)
