@@ -65,5 +65,5 @@ class FewLines:
     def run(self, index: int | None = None) -> tuple[int, str]:
         """Run the script to its end; return its exit code and its output."""
         with self.start(index) as process:
-            said, _ = process.communicate(timeout=60)
-        return process.returncode, said
+            output, _ = process.communicate(timeout=60)
+        return process.returncode, output

@@ -43,7 +43,7 @@ HELPERS = {
     forkserver._forkserver: ("_forkserver_address", "_forkserver_alive_fd", "_forkserver_pid"),
 }
 # file descriptor on which the shell's lines write the environment that the setup left
-TELLING = 8
+VARIABLES_FD = 8
 Ran = subprocess.CompletedProcess[str]
 
 
@@ -191,8 +191,8 @@ def start_command(
     main: Callable[[Sequence[str]], int], arguments: Sequence[str], folder: Path, output: Path = Path(os.devnull)
 ) -> Forked:
     """Start a command in the background as `run_command` does; its stdout and stderr go to a file."""
-    with output.open("wb") as said:
-        place = Place(said.fileno(), said.fileno(), {**os.environ}, folder, has_session=True)
+    with output.open("wb") as stream:
+        place = Place(stream.fileno(), stream.fileno(), {**os.environ}, folder, has_session=True)
         return Forked(partial(_command, main, arguments), place)
 
 
@@ -270,15 +270,15 @@ def _be_shell(folder: Path, setup: str) -> int:
     ]:
         os.close(int(each.name))
     own = str(os.getpid())
-    with tempfile.TemporaryFile() as told:
-        os.dup2(told.fileno(), TELLING)
-        lines = f"{setup} && env -0 >&{TELLING}".replace("$$", own)
-        code = subprocess.run([SHELL, "-c", lines], check=False, pass_fds=[TELLING]).returncode
+    with tempfile.TemporaryFile() as answer:
+        os.dup2(answer.fileno(), VARIABLES_FD)
+        lines = f"{setup} && env -0 >&{VARIABLES_FD}".replace("$$", own)
+        code = subprocess.run([SHELL, "-c", lines], check=False, pass_fds=[VARIABLES_FD]).returncode
         if code:
             return code
-        told.seek(0)
-        variables = dict(line.split("=", 1) for line in told.read().decode().split("\0") if line)
-    os.close(TELLING)
+        answer.seek(0)
+        variables = dict(line.split("=", 1) for line in answer.read().decode().split("\0") if line)
+    os.close(VARIABLES_FD)
     with (folder / f"{own}_shell.out").open("ab") as output:
         place = Place(output.fileno(), output.fileno(), variables)
         ended = Forked(lambda: EndingController(folder).run(), place).wait()

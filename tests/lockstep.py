@@ -195,7 +195,7 @@ def ranks_of(world_size: int) -> list[Rank]:
     return [Rank(rank, world_size) for rank in (0, 1, world_size - 1)]
 
 
-class Story(NamedTuple):
+class Outcome(NamedTuple):
     """What the ranks did."""
 
     requests: list[Request]  # collectives that all ranks called, in order
@@ -209,7 +209,7 @@ class Story(NamedTuple):
         return [end.result for end in self.ends]
 
 
-def in_step(work: Callable[[Rank], object], world_size: int) -> Story:
+def in_step(work: Callable[[Rank], object], world_size: int) -> Outcome:
     """Run `work` on some ranks of a group of `world_size`, in step at each collective of `worker.process_group`.
 
     Raises:
@@ -258,39 +258,39 @@ def stand_in(module: Any, name: str, value: object) -> None:
     setattr(module, name, value)
 
 
-def _carry_out(ways: Sequence[Connection], world_size: int) -> Story:
+def _carry_out(ways: Sequence[Connection], world_size: int) -> Outcome:
     requests: list[Request] = []
     ends: list[Ended | None] = [None] * len(ways)
     while None in ends:
-        said = [_hear(way) if end is None else end for way, end in zip(ways, ends, strict=True)]
-        asked = [each for each in said if isinstance(each, Asked)]
+        messages = [_hear(way) if end is None else end for way, end in zip(ways, ends, strict=True)]
+        asked = [each for each in messages if isinstance(each, Asked)]
         # ranks that wait for a failed rank are ended too; this counts as the failure's effect, not as a deadlock
-        failed = any(isinstance(each, Ended) and each.error for each in said)
+        failed = any(isinstance(each, Ended) and each.error for each in messages)
         alike = len({each.request for each in asked}) <= 1
         together = failed or len(asked) in (0, len(ways))
-        assert together, _difference(said, requests)
-        assert alike, _difference(said, requests)
+        assert together, _difference(messages, requests)
+        assert alike, _difference(messages, requests)
         if len(asked) == len(ways):
             requests.append(asked[0].request)
             replies: Sequence[object] = _answers(asked, world_size)
         else:
             replies = [None] * len(ways)
-        for way, each, reply in zip(ways, said, replies, strict=True):
+        for way, each, reply in zip(ways, messages, replies, strict=True):
             if isinstance(each, Asked):
                 way.send(reply)
-        ends = [None if isinstance(each, Asked) else each for each in said]
-    return Story(requests, [end for end in ends if end is not None])
+        ends = [None if isinstance(each, Asked) else each for each in messages]
+    return Outcome(requests, [end for end in ends if end is not None])
 
 
 def _hear(way: Connection) -> Asked | Ended:
     assert way.poll(PATIENCE_S), "a rank neither asks for a collective nor ends"
-    said: Asked | Ended = way.recv()
-    return said
+    received: Asked | Ended = way.recv()
+    return received
 
 
-def _difference(said: Sequence[Asked | Ended], before: Sequence[Request]) -> str:
+def _difference(received: Sequence[Asked | Ended], before: Sequence[Request]) -> str:
     lines = [f"ranks differ after {len(before)} equal collectives:"]
-    for name, each in zip(("first", "second", "last"), said, strict=True):
+    for name, each in zip(("first", "second", "last"), received, strict=True):
         words = f"{each.request} from {each.lines}" if isinstance(each, Asked) else "has ended"
         lines.append(f"  {name} rank: {words}")
     return "\n".join(lines)

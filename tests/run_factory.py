@@ -270,7 +270,7 @@ def pages_alone(*names: str) -> Iterator[None]:
         yield
 
 
-def told_first(run: RunContents) -> str:
+def opening_text(run: RunContents) -> str:
     """Return all sentences of the report's first page, in order."""
     from tula_hpc.analysis.report.first_page import first_page
 

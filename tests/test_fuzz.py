@@ -52,8 +52,8 @@ def whole_run(root: Path) -> RunDirectory:
     """A run directory with a file of every kind."""
     run = make_run(root, epochs_done=20)
     for note in ("began", "ready", "ended"):
-        said = {"note": note, "time": 1.75e9, "job_id": "1", "allocated_nodes": 4, "configuration": (4, 1, 8)}
-        append_record(run.profile / "4-8.notes", JobNote.model_validate(said))
+        fields = {"note": note, "time": 1.75e9, "job_id": "1", "allocated_nodes": 4, "configuration": (4, 1, 8)}
+        append_record(run.profile / "4-8.notes", JobNote.model_validate(fields))
     sizes = {"parameter_bytes": 4, "gradient_bytes": 4, "optimizer_bytes": 4, "activation_bytes_per_sample": 9}
     footprint = Footprint.model_validate({**sizes, "fixed_bytes": 99, "peaks": {32: 400, 64: 700}})
     write_atomically(run.footprint_file(), footprint.model_dump_json())
@@ -206,22 +206,22 @@ ASKED: tuple[Callable[[], object], ...] = (
 @fuzz(400)
 def test_whatever_slurm_prints_is_read_or_one_of_our_errors(data: st.DataObject) -> None:
     """Real answers with anything in them, each before anyone who asks."""
-    said = data.draw(st.sampled_from(SLURM_SAYS))
+    printed = data.draw(st.sampled_from(SLURM_SAYS))
     for _ in range(data.draw(st.integers(0, 4))):
-        at, piece = data.draw(st.integers(0, len(said))), data.draw(st.sampled_from(PIECES))
-        said = said[:at] + piece + said[at + data.draw(st.integers(0, 3)) :]
+        at, piece = data.draw(st.integers(0, len(printed))), data.draw(st.sampled_from(PIECES))
+        printed = printed[:at] + piece + printed[at + data.draw(st.integers(0, 3)) :]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tula_hpc.launch.slurm.run_command", lambda *_: said)
-        patch.setattr("tula_hpc.launch.slurm_executor.run", lambda *_, **__: bounded_command.Done(0, "", said))
+        patch.setattr("tula_hpc.launch.slurm.run_command", lambda *_: printed)
+        patch.setattr("tula_hpc.launch.slurm_executor.run", lambda *_, **__: bounded_command.Done(0, "", printed))
         for ask in ASKED:
             with contextlib.suppress(LaunchError):
                 ask()
 
 
-@given(said=st.binary(max_size=200), code=st.sampled_from([0, 1, -9, 127]))
+@given(printed=st.binary(max_size=200), code=st.sampled_from([0, 1, -9, 127]))
 @fuzz(100)
-def test_whatever_bytes_a_command_prints_are_words(said: bytes, code: int) -> None:
-    shown = said.decode(errors="backslashreplace")
+def test_whatever_bytes_a_command_prints_are_words(printed: bytes, code: int) -> None:
+    shown = printed.decode(errors="backslashreplace")
     done = bounded_command.Done(code, shown, shown)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bounded_command, "run", lambda *_, **__: done)
@@ -247,9 +247,11 @@ LIMIT_S = 60.0 * ClusterSpec().profile_minutes
 def test_whatever_clocks_say_a_job_costs_no_more_than_its_limit(
     times: list[float], began_at: float, killed_at: float
 ) -> None:
-    said = {"job_id": "1", "allocated_nodes": 4, "began_at": began_at, "submitted_at": times[-1]}
+    fields = {"job_id": "1", "allocated_nodes": 4, "began_at": began_at, "submitted_at": times[-1]}
     kinds = ["began", *["ready"] * (len(times) > 1), *["measuring"] * (len(times) - 2)]
-    notes = [JobNote.model_validate({**said, "note": kind, "time": at}) for kind, at in zip(kinds, times, strict=True)]
+    notes = [
+        JobNote.model_validate({**fields, "note": kind, "time": at}) for kind, at in zip(kinds, times, strict=True)
+    ]
     killed = measurement(Configuration(4, 1, 8)).model_copy(update={"job_id": "1", "finished_at": killed_at})
     for run in job_runs(notes, [killed], ClusterSpec()):
         assert 0.0 <= run.node_seconds <= 4 * LIMIT_S * (1 + 1e-6)

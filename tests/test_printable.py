@@ -86,12 +86,12 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def check_shown(capsys: pytest.CaptureFixture[str], *, colours: bool = False) -> str:
-    printed, said = capsys.readouterr()
+    printed, errors = capsys.readouterr()
     shown = COLOURS.sub("", printed) if colours else printed
     assert not CONTROL.search(shown), CONTROL.findall(shown)
-    assert not CONTROL.search(said)
-    assert "Traceback" not in said
-    return shown + said
+    assert not CONTROL.search(errors)
+    assert "Traceback" not in errors
+    return shown + errors
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
@@ -144,10 +144,10 @@ def test_a_bar_takes_no_markup_and_what_is_said_meanwhile_is_cleaned(
             bar.update(1, 2, HOSTILE)
             sys.stderr.write(f"{HOSTILE}\n")
         assert sys.stderr is before
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     for sent in ("\x1b]0;", "\x1b[2Jred", "\x07", "\x9b", "\u202e", "\x00"):
-        assert sent not in said
-    assert "[link=file:///]" in said
+        assert sent not in output
+    assert "[link=file:///]" in output
 
 
 def test_streams_that_the_shell_has_closed_take_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,9 +176,9 @@ def test_an_error_sends_nothing_to_the_terminal(capsys: pytest.CaptureFixture[st
 
     with printable_output():
         assert exit_code_of(fail, argparse.Namespace()) == 1
-    said = check_shown(capsys)
-    assert "txt.exe" in said
-    assert max(map(len, said.splitlines())) < MOST_ERROR_LINE + 100
+    output = check_shown(capsys)
+    assert "txt.exe" in output
+    assert max(map(len, output.splitlines())) < MOST_ERROR_LINE + 100
 
 
 def written(folder: Path) -> Iterator[tuple[Path, str]]:

@@ -104,12 +104,12 @@ def churn(*, keep: bool) -> tuple[int, int]:
 @pytest.mark.processes
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="only glibc can be told")
 def test_freed_memory_is_there_for_the_next_step_and_can_still_be_released() -> None:
-    said = []
+    messages = []
     for keep in (True, False):
         # in a new process, because the setting cannot be undone and other tests leave freed memory behind
         program = f"from tests.test_resident import churn; print(*churn(keep={keep}))"
         printed = subprocess.check_output([sys.executable, "-c", program], cwd=Path(__file__).parents[1], text=True)
-        said.append([int(word) for word in printed.split()])
-    (faults, held), (_, held_otherwise) = said
+        messages.append([int(word) for word in printed.split()])
+    (faults, held), (_, held_otherwise) = messages
     assert faults < 6 * BLOCK / resource.getpagesize() / 100
     assert held < held_otherwise + 8 * MIB

@@ -54,10 +54,10 @@ def open_umask() -> Iterator[None]:
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The one line with which the command refuses."""
     assert main(["sweep.toml", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert said.endswith("\n")
-    line = said[:-1]
-    assert line.isprintable(), said
+    output = capsys.readouterr().err
+    assert output.endswith("\n")
+    line = output[:-1]
+    assert line.isprintable(), output
     assert len(line) < 500
     return line
 
@@ -180,8 +180,8 @@ def test_a_folder_above_in_which_anybody_can_exchange_the_run_directory_is_refus
     (here / "link").symlink_to(here / "open" / "ours")
     if there:
         (here / path).mkdir(mode=0o700)
-    said = refusal(capsys, "--run-dir", path)
-    assert f"chmod o-w {here / 'open'}, or chmod +t it" in said
+    message = refusal(capsys, "--run-dir", path)
+    assert f"chmod o-w {here / 'open'}, or chmod +t it" in message
     assert (here / path).exists() == there
     (here / "open").chmod(0o1777)
     RunDirectory(here / path).create()
@@ -195,9 +195,9 @@ def test_all_folders_that_others_may_write_to_are_refused_at_once(
     # an empty one, too
     for folder in (run.profile, run.root, here / "shared"):
         folder.chmod(0o777)
-    said = refusal(capsys, "--run-dir", str(run.root))
+    message = refusal(capsys, "--run-dir", str(run.root))
     command = f"chmod go-w {run.root} {run.profile} && chmod o-w {here / 'shared'}"
-    assert f"if you trust it: {command}; or use another --run-dir" in said
+    assert f"if you trust it: {command}; or use another --run-dir" in message
     for words in command.split(" && "):
         subprocess.run(words.split(), check=True)
     run.create()
@@ -667,10 +667,10 @@ def test_what_is_no_input_file_is_refused_without_being_read(
     assert main(["good.toml" if option else "sweep.toml", *option, "--dry-run"]) == 2
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    said = capsys.readouterr().err
-    assert said.startswith("sweep.toml: ")
-    assert words in said
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert output.startswith("sweep.toml: ")
+    assert words in output
+    assert output.count("\n") == 1
     assert peak < 20_000_000
 
 

@@ -233,8 +233,8 @@ def test_a_misspelt_option_is_one_line_with_the_one_that_is_near(capsys: pytest.
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
-    said = capsys.readouterr().out
-    assert all(f"\n  {name} " in said for name in COMMANDS)
+    output = capsys.readouterr().out
+    assert all(f"\n  {name} " in output for name in COMMANDS)
 
 
 @pytest.fixture
@@ -265,5 +265,5 @@ def test_the_commands_that_messages_name_run_as_they_stand(
     assert shlex.split(line)[-1] == "a b;$HOME"
     with trapped(folders["run"], NAMES):
         typed = ["sh", "-c", command_line("--version")]
-        said = subprocess.run(typed, cwd=folders["run"], capture_output=True, text=True, check=False)
-    assert said.stdout == "tula 0.1.0\n", said.stderr
+        output = subprocess.run(typed, cwd=folders["run"], capture_output=True, text=True, check=False)
+    assert output.stdout == "tula 0.1.0\n", output.stderr

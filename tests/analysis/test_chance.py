@@ -43,9 +43,9 @@ def logged(steps: Sequence[float], epochs: Sequence[float]) -> Metrics:
 def test_a_training_learned_nothing_where_its_loss_says_so(
     steps: list[float], epochs: list[float], work: WorkloadSpec, words: str
 ) -> None:
-    said = learned_nothing(logged(steps, epochs), work)
-    assert words in said
-    assert bool(said) == bool(words)
+    message = learned_nothing(logged(steps, epochs), work)
+    assert words in message
+    assert bool(message) == bool(words)
 
 
 @pytest.mark.parametrize(

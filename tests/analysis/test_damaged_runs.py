@@ -140,12 +140,12 @@ def run_command(command: Command, at: Path, capsys: pytest.CaptureFixture[str]) 
     """Run it; an exception fails the test."""
     capsys.readouterr()
     code = command(at)
-    printed, said = capsys.readouterr()
+    printed, errors = capsys.readouterr()
     assert code in CODES
-    assert "Traceback" not in said
-    assert not CONTROL.search(printed + said)
-    assert len(said) < 20_000
-    assert not code or said.strip() or printed.strip(), "it ended without a word"
+    assert "Traceback" not in errors
+    assert not CONTROL.search(printed + errors)
+    assert len(errors) < 20_000
+    assert not code or errors.strip() or printed.strip(), "it ended without a word"
 
 
 @commands
@@ -211,8 +211,8 @@ def test_a_file_that_may_not_be_read_is_named(
     for name, command in SWEEP_COMMANDS.items():
         if name != "status as JSON":
             assert command(folder) in CODES
-            told = capsys.readouterr()
-            assert "Permission denied" in told.err + told.out, name
+            output = capsys.readouterr()
+            assert "Permission denied" in output.err + output.out, name
 
 
 def test_a_run_directory_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,10 +128,10 @@ def test_other_aims_of_a_finished_run_are_not_to_be_had_by_running_it_again(
     assert main([str(finished.root)]) == 0
     assert "not yet profiled" not in capsys.readouterr().out
     assert main([str(finished.root), *arguments]) == 0
-    told = re.sub(r"\s+", " ", capsys.readouterr().out)
-    assert "not yet profiled" in told
-    assert "run the sweep again" not in told
-    assert "a new --run-dir" in told
+    output = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "not yet profiled" in output
+    assert "run the sweep again" not in output
+    assert "a new --run-dir" in output
 
 
 def test_the_aim_of_the_run_itself_is_no_other_one(begun: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,9 +146,9 @@ def test_what_costs_something_is_not_as_dear_as_what_is_free() -> None:
     rows = [row.model_copy(update={"partition": name}) for name in ("own", "cloud") for row in CORNERS]
     plan = make_plan(sweep("knee"), cluster(partitions=parts), rows)
     assert (plan.chosen.partition, plan.chosen.cost) == ("own", 0.0)
-    told = [line for line in sentences(plan) if line.startswith("Next best")]
-    assert any("on cloud, as fast and more expensive." in line for line in told)
-    assert all(("as expensive" in line) == ("on own" in line) for line in told)
+    messages = [line for line in sentences(plan) if line.startswith("Next best")]
+    assert any("on cloud, as fast and more expensive." in line for line in messages)
+    assert all(("as expensive" in line) == ("on own" in line) for line in messages)
 
 
 def test_where_preemptions_leave_no_time_the_advice_is_about_them() -> None:
@@ -244,8 +244,8 @@ def test_a_partition_with_too_few_nodes_is_not_to_be_measured_again() -> None:
     parts = [{"partition": "large"}, {"partition": "small", "max_nodes": 1}]
     rows = [row.model_copy(update={"partition": "large"}) for row in CORNERS]
     plan = make_plan(sweep("time", cluster_sizes=[2, 4]), cluster(partitions=parts), rows)
-    (said,) = [text for text in plan.warnings if "small" in text]
-    assert said == "partition small is left out: no candidate: max_nodes = 1 is below every cluster size"
+    (message,) = [text for text in plan.warnings if "small" in text]
+    assert message == "partition small is left out: no candidate: max_nodes = 1 is below every cluster size"
 
 
 def test_where_no_batch_between_the_bounds_can_be_shared_the_bounds_are_named() -> None:
@@ -331,12 +331,12 @@ def test_a_script_that_cannot_go_on_has_no_plan_for_jobs_shorter_than_its_traini
     fastest, least_s = min(times_s.items(), key=lambda item: item[1])
     short = cluster(train_minutes=math.floor(least_s / 60 / 2))
     limit = rf"cannot be resumed, but a job of train_minutes = {short.train_minutes} is told to stop"
-    said = rf"; {re.escape(str(fastest))}: takes .* {limit}"
-    with pytest.raises(InfeasibleError, match=said) as told:
+    message = rf"; {re.escape(str(fastest))}: takes .* {limit}"
+    with pytest.raises(InfeasibleError, match=message) as raised:
         make_plan(spec, short, CORNERS)
     adaptive = sweep("knee", script, mode="adaptive")
     assert propose(adaptive, short, CORNERS) == [], "more profiles help nothing"
-    enough = int(re.findall(r"from \d+ to (\d+)", str(told.value))[0])
+    enough = int(re.findall(r"from \d+ to (\d+)", str(raised.value))[0])
     plan = make_plan(spec, cluster(train_minutes=enough), CORNERS)
     assert plan.chosen.configuration == fastest
     table = describe_plan(plan)
@@ -354,9 +354,9 @@ def test_a_script_that_goes_on_from_ends_of_epochs_needs_jobs_for_whole_ones(
     spec = sweep("cost", script | {"resume_arguments": []}, cluster_sizes=[1])
     spec = spec.model_copy(update={"training": spec.training.model_copy(update={"max_requeues": requeues})})
     rows = [row.model_copy(update={"between_epochs_s": 60.0}) for row in CORNERS]
-    with pytest.raises(InfeasibleError, match=r"takes .* an epoch and is resumed from ends of epochs only") as told:
+    with pytest.raises(InfeasibleError, match=r"takes .* an epoch and is resumed from ends of epochs only") as raised:
         make_plan(spec, cluster(train_minutes=3), rows)
-    enough = int(re.findall(r"from 3 to (\d+)", str(told.value))[0])
+    enough = int(re.findall(r"from 3 to (\d+)", str(raised.value))[0])
     often, seldom = (make_plan(spec, cluster(train_minutes=minutes), rows) for minutes in (enough - 1, enough))
     warned = [any("training.max_requeues" in doubt.text for doubt in each.doubts) for each in (often, seldom)]
     assert warned == [True, False]

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.planning_data import cluster, ok, sweep
-from tests.run_factory import make_run, told_first, write_plan, write_training
+from tests.run_factory import make_run, opening_text, write_plan, write_training
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.planning.partitions import name_of
 from tula_hpc.analysis.report.first_page import first_page
@@ -36,10 +36,10 @@ def test_the_page_answers_each_question_once(plan: Plan, tmp_path: Path) -> None
     headings = [section.heading for section in page.sections]
     assert headings == ["What it will take", "How sure", "Why this one", "What would change it", "What to do next"]
     assert page.decision.startswith("Train on ")
-    told = [page.decision, *(text for section in page.sections for text in section.sentences)]
-    told += [*assumptions(contents), *(doubt.text for doubt in doubts(contents))]
-    assert [text for text, times in Counter(told).items() if times > 1] == []
-    assert [text for text in told if not re.match(r"[A-Z\d].*[.!?]$", text, re.DOTALL)] == []
+    messages = [page.decision, *(text for section in page.sections for text in section.sentences)]
+    messages += [*assumptions(contents), *(doubt.text for doubt in doubts(contents))]
+    assert [text for text, times in Counter(messages).items() if times > 1] == []
+    assert [text for text in messages if not re.match(r"[A-Z\d].*[.!?]$", text, re.DOTALL)] == []
     why = page.sections[headings.index("Why this one")].sentences
     if len(why) > 1:
         assert "would be" in why[1], "what is faster and cheaper stands beside the reason"
@@ -50,8 +50,8 @@ def test_what_would_change_the_choice_is_said_or_that_nothing_would(plan: Plan, 
 
     def would(**changes: object) -> list[str]:
         write_plan(run, plan.model_copy(update=changes))
-        (said,) = (s.sentences for s in first_page(read_run(run)).sections if s.heading == "What would change it")
-        return said
+        (message,) = (s.sentences for s in first_page(read_run(run)).sections if s.heading == "What would change it")
+        return message
 
     next_best, fastest, cheapest = would(other_nodes=[])
     assert next_best == "The next best is N=1 b=256 (B=256): 20 % slower and 40 % cheaper."
@@ -81,12 +81,12 @@ def test_a_price_that_nobody_set_is_told_beside_the_cost(plan: Plan, tmp_path: P
     run = make_run(tmp_path / "run", stage="plan")
     write_plan(run, plan)
     contents = read_run(run)
-    said = "the default of pricing.usd_per_node_hour in the cluster file; set your price there."
+    message = "the default of pricing.usd_per_node_hour in the cluster file; set your price there."
     for price, is_said in ((1.0, True), (2.5, False)):
         priced = contents._replace(cluster=cluster(pricing={"usd_per_node_hour": price}))
         takes = first_page(priced).sections[0]
         assert takes.heading == "What it will take"
-        assert any(text.endswith(said) for text in takes.sentences) == is_said
+        assert any(text.endswith(message) for text in takes.sentences) == is_said
 
 
 def test_why_not_half_the_batch_is_said_where_it_is_slower(plan: Plan, tmp_path: Path) -> None:
@@ -97,8 +97,8 @@ def test_why_not_half_the_batch_is_said_where_it_is_slower(plan: Plan, tmp_path:
         other = half.model_copy(update={"wall_time_s": ratio * plan.chosen.wall_time_s})
         compared = plan.model_copy(update={"candidates": [plan.chosen, other]})
         reasons = next(s for s in first_page(contents._replace(plan=compared)).sections if s.heading == "Why this one")
-        said = f"Half the batch takes longer at equal epochs: {name_of(other)} is 50 % slower and "
-        assert any(text.startswith(said) for text in reasons.sentences) == is_said
+        message = f"Half the batch takes longer at equal epochs: {name_of(other)} is 50 % slower and "
+        assert any(text.startswith(message) for text in reasons.sentences) == is_said
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_what_is_done_for_a_large_batch_is_said_and_that_nothing_is(
     write_plan(run, planned)
     contents = read_run(run)._replace(sweep=spec)
     times = f"{planned.chosen.global_batch // 64} times training.base_batch"
-    assert (f"The batch is {times}{says}" in told_first(contents)) == (says is not None)
+    assert (f"The batch is {times}{says}" in opening_text(contents)) == (says is not None)
     doubts_of_it = [doubt for doubt in planned.doubts if doubt.text.startswith(f"the batch is {times} (64)")]
     assert [doubt.remedy for doubt in doubts_of_it] == [Remedy.CHANGE] * warns
 
@@ -132,7 +132,7 @@ def test_where_the_time_goes_is_said_of_the_whole_and_of_a_step(plan: Plan, tmp_
     assert sum(map(int, re.findall(r"(\d+) %", shares))) == pytest.approx(100, abs=2)
     assert "% computation" in shares
     elsewhere = [ok(plan.chosen.nodes, 2 * plan.chosen.local_batch)]
-    assert "A step of" not in told_first(contents._replace(measurements=elsewhere))
+    assert "A step of" not in opening_text(contents._replace(measurements=elsewhere))
 
 
 def test_a_finished_training_has_nothing_left_to_do(tmp_path: Path) -> None:
@@ -143,20 +143,20 @@ def test_a_finished_training_has_nothing_left_to_do(tmp_path: Path) -> None:
 def test_a_run_whose_last_command_failed_is_to_be_mended_first(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", stage="plan")
     run.log_event("failed", "train", detail="bug in job 7\nTraceback")
-    (said,) = first_page(read_run(run)).sections[-1].sentences
-    assert said.startswith("Fix what ended the last command, then run: tula sweep RUN/sweep.toml")
-    assert "Bug in job 7. tula status RUN names the log." in said
+    (text,) = first_page(read_run(run)).sections[-1].sentences
+    assert text.startswith("Fix what ended the last command, then run: tula sweep RUN/sweep.toml")
+    assert "Bug in job 7. tula status RUN names the log." in text
 
 
 def test_a_training_that_failed_is_not_waited_for(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", stage="plan")
     write_training(run, epochs_done=3)
-    (said,) = first_page(read_run(run)).sections[-1].sentences
-    assert said.startswith("Wait for the training; ")
+    (text,) = first_page(read_run(run)).sections[-1].sentences
+    assert text.startswith("Wait for the training; ")
     run.log_event("failed", "train", job_id="22", detail="hung in step 7", data={"label": "main"})
-    (said,) = first_page(read_run(run)).sections[-1].sentences
-    assert said.startswith("Fix what ended the training, then run: tula sweep RUN/sweep.toml")
-    assert "Hung in step 7. tula status RUN names the log." in said
+    (text,) = first_page(read_run(run)).sections[-1].sentences
+    assert text.startswith("Fix what ended the training, then run: tula sweep RUN/sweep.toml")
+    assert "Hung in step 7. tula status RUN names the log." in text
 
 
 def test_a_training_is_told_before_its_first_logged_step(tmp_path: Path) -> None:
@@ -167,21 +167,21 @@ def test_a_training_is_told_before_its_first_logged_step(tmp_path: Path) -> None
         run.log_event(name, "train", job_id="21", detail="boom at start", data={"label": "main"})
     sections = dict(first_page(read_run(run)).sections)
     assert sections["What it took"] == ["The training failed before its first logged step."]
-    (said,) = sections["What to do next"]
-    assert said.startswith("Fix what ended the training, then run: tula sweep RUN/sweep.toml")
-    assert "Boom at start." in said
+    (text,) = sections["What to do next"]
+    assert text.startswith("Fix what ended the training, then run: tula sweep RUN/sweep.toml")
+    assert "Boom at start." in text
 
 
 def test_a_training_whose_plan_is_lost_has_its_score_on_the_first_page(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     run.plan_file.unlink()
     contents = read_run(run)
-    assert "64.5 % test accuracy" in told_first(contents)
+    assert "64.5 % test accuracy" in opening_text(contents)
     (training,) = contents.trainings
     assert training.result is not None
     # as of a script without workload.metric
     unscored = training._replace(result=training.result.model_copy(update={"test_accuracy": None}))
-    assert " and reported no score." in told_first(contents._replace(trainings=[unscored]))
+    assert " and reported no score." in opening_text(contents._replace(trainings=[unscored]))
     assert first_page(contents).sections[-1].sentences[0].startswith("Make the plan again: ")
 
 
@@ -233,9 +233,9 @@ def in_order(first: float, second: float) -> int:
 
 
 @given(st.floats(0.01, 1e7), st.floats(0.001, 3.0), st.floats(0.001, 0.9))
-def test_no_end_is_rounded_across_what_stands_beside_it(value: float, beside: float, share: float) -> None:
+def test_no_end_is_rounded_across_what_stands_beside_it(value: float, neighbour: float, share: float) -> None:
     """It may seem equal to it, where the finest digits do not tell them apart."""
-    low, high, taken = value * (1 - share), value * (1 + share), value * beside
+    low, high, taken = value * (1 - share), value * (1 + share), value * neighbour
     for end in (low, high):
         shown = in_seconds(duration_within(end, low, high, taken))
         assert in_order(shown, in_seconds(format_duration(taken))) in (0, in_order(end, taken))
@@ -245,10 +245,10 @@ def test_no_end_is_rounded_across_what_stands_beside_it(value: float, beside: fl
 
 
 @pytest.mark.parametrize(
-    ("beside", "text"), [(None, "1 min 10 s"), (60.0, "1 min 10 s"), (71.0, "1 min 12 s"), (72.2, "1 min 12 s")]
+    ("neighbour", "text"), [(None, "1 min 10 s"), (60.0, "1 min 10 s"), (71.0, "1 min 12 s"), (72.2, "1 min 12 s")]
 )
-def test_digits_are_added_where_the_verdict_would_look_wrong(beside: float | None, text: str) -> None:
-    assert duration_within(72.4, 40.2, 72.4, beside) == text
+def test_digits_are_added_where_the_verdict_would_look_wrong(neighbour: float | None, text: str) -> None:
+    assert duration_within(72.4, 40.2, 72.4, neighbour) == text
 
 
 @pytest.mark.parametrize(

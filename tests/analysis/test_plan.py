@@ -322,14 +322,14 @@ def test_left_out_samples_are_said_from_one_percent_on(left_out: int, is_said: b
     # the fastest candidate takes batches of 1,024
     samples = 97 * 1024 + left_out
     assert (left_out / samples >= 0.01) == is_said
-    said = f"full batches of 1,024 leave out 1 % of the {samples:,} samples in every epoch"
+    message = f"full batches of 1,024 leave out 1 % of the {samples:,} samples in every epoch"
     rows = [row.model_copy(update={"dataset_samples": samples}) for row in CORNERS]
-    assert said not in warnings_of(rows)
-    assert (said in make_plan(sweep(), cluster(), rows).notes) == is_said
+    assert message not in warnings_of(rows)
+    assert (message in make_plan(sweep(), cluster(), rows).notes) == is_said
 
 
-@pytest.mark.parametrize(("trained", "said"), [(1.0, ""), (0.25, "; 75.0 % of its model was not trained while it")])
-def test_a_plan_of_a_script_says_that_it_is_of_its_first_training_as_it_begins(trained: float, said: str) -> None:
+@pytest.mark.parametrize(("trained", "expected"), [(1.0, ""), (0.25, "; 75.0 % of its model was not trained while it")])
+def test_a_plan_of_a_script_says_that_it_is_of_its_first_training_as_it_begins(trained: float, expected: str) -> None:
     rows = []
     for row in CORNERS:
         assert row.memory is not None
@@ -345,8 +345,8 @@ def test_a_plan_of_a_script_says_that_it_is_of_its_first_training_as_it_begins(t
     ]
     assert found[0] == []
     (note,) = found[1]
-    assert note.partition("make it longer")[2].startswith(said)
-    assert bool(said) == (";" in note)
+    assert note.partition("make it longer")[2].startswith(expected)
+    assert bool(expected) == (";" in note)
 
 
 def test_the_knee_is_that_of_the_fitted_curve() -> None:
@@ -384,10 +384,10 @@ def test_larger_batches_are_not_said_to_pay_where_those_that_were_searched_do_no
 def test_a_curve_without_a_knee_is_said_to_have_none() -> None:
     flat = [ok(1, b, times=times(1, b, step_time_s=0.001 * b, compute_time_s=0.001 * b)) for b in (32, 128, 1024)]
     plan = make_plan(sweep("kneedle", cluster_sizes=[1]), cluster(), flat)
-    said = " ".join(sentences(plan))
-    assert said.count("the curve has no knee") == 1
-    assert "no knee: " not in said
-    assert "of the curves that the measurements allow have no knee; the others have theirs between" in said
+    message = " ".join(sentences(plan))
+    assert message.count("the curve has no knee") == 1
+    assert "no knee: " not in message
+    assert "of the curves that the measurements allow have no knee; the others have theirs between" in message
 
 
 def planned(
@@ -459,9 +459,9 @@ def test_a_constraint_that_is_kept_only_narrowly_is_a_warning() -> None:
     late = cheapest.interval_90["wall_time_s"][1] / 3600
     assert warned("deadline_hours", "cost", (cheapest.wall_time_s / 3600 + late) / 2)
     assert not warned("deadline_hours", "cost", 1.01 * late)
-    dear = fastest.interval_90["cost"][1]
-    assert warned("budget", "time", (fastest.cost + dear) / 2)
-    assert not warned("budget", "time", 1.01 * dear)
+    upper = fastest.interval_90["cost"][1]
+    assert warned("budget", "time", (fastest.cost + upper) / 2)
+    assert not warned("budget", "time", 1.01 * upper)
 
 
 def test_constraints_that_leave_no_fallback_are_a_warning() -> None:
@@ -475,9 +475,9 @@ def test_constraints_that_leave_no_fallback_are_a_warning() -> None:
 
 def test_the_advice_for_what_is_not_feasible_fits_the_reason() -> None:
     long = sweep(workload={"epochs": 5000})
-    with pytest.raises(InfeasibleError, match=r"no time for work; raise train_minutes .* from 1 to \d+") as told:
+    with pytest.raises(InfeasibleError, match=r"no time for work; raise train_minutes .* from 1 to \d+") as raised:
         make_plan(long, cluster(train_minutes=1), CORNERS)
-    enough = int(re.findall(r"from 1 to (\d+)", str(told.value))[0])
+    enough = int(re.findall(r"from 1 to (\d+)", str(raised.value))[0])
     assert make_plan(long, cluster(train_minutes=enough), CORNERS).chosen.feasible
     with pytest.raises(InfeasibleError, match=r"; signal_delay_s = 90 alone leaves nothing of .* 60 s"):
         make_plan(sweep(), cluster(train_minutes=1), CORNERS)
@@ -534,18 +534,18 @@ def test_runners_up_are_what_would_be_chosen_next(kind: str) -> None:
 
 def test_a_plan_for_post_local_steps_says_that_it_counts_an_all_reduce_in_each() -> None:
     spec = sweep("time")
-    said = {}
+    by_method = {}
     for method in ("lbt", "polo"):
         training = spec.training.model_copy(update={"method": method})
-        said[method] = make_plan(spec.model_copy(update={"training": training}), cluster(), grid()).warnings
-    added = [warning for warning in said["polo"] if warning not in said["lbt"]]
+        by_method[method] = make_plan(spec.model_copy(update={"training": training}), cluster(), grid()).warnings
+    added = [warning for warning in by_method["polo"] if warning not in by_method["lbt"]]
     assert len(added) == 1
     assert "times and costs are for an all-reduce in each step" in added[0]
 
 
 def test_of_equal_nodes_and_batches_the_fastest_then_the_cheapest_is_taken_without_a_knee() -> None:
     """The partition that is named first has no advantage."""
-    prices = {"dear": 10, "cheap": 1}
+    prices = {"expensive": 10, "cheap": 1}
     parts = [{"partition": name, "pricing": {"usd_per_node_hour": price}} for name, price in prices.items()]
     rows = [ok(1, batch, partition=name) for name in prices for batch in (512, 1024)]
     spec = sweep("knee", cluster_sizes=[1], min_batch=512, max_batch=1024)
@@ -648,11 +648,11 @@ def test_a_critical_batch_from_training_is_not_said_to_be_the_first_weights() ->
     ]  # fmt: skip
     plan = make_plan(sweep("time"), cluster(), CORNERS, metrics=Metrics(steps, [], 0))
     assert plan.critical_batch_source == "training"
-    said = " ".join([*sentences(plan), *plan.warnings])
-    assert "in the later half of the training so far" in said
-    assert " epochs with this batch than with training.base_batch" in said
-    assert "profiled" not in said
-    assert "its least" not in said
+    message = " ".join([*sentences(plan), *plan.warnings])
+    assert "in the later half of the training so far" in message
+    assert " epochs with this batch than with training.base_batch" in message
+    assert "profiled" not in message
+    assert "its least" not in message
 
 
 def test_more_requeues_than_allowed_are_a_warning() -> None:
@@ -660,8 +660,8 @@ def test_more_requeues_than_allowed_are_a_warning() -> None:
     spec = spec.model_copy(update={"training": spec.training.model_copy(update={"max_requeues": 2})})
     plan = make_plan(spec, cluster(train_minutes=60), CORNERS)
     assert plan.chosen.wall_time_s > plan.chosen.train_time_s
-    (said,) = (warning for warning in plan.warnings if "more than training.max_requeues = 2 allows" in warning)
-    enough = int(re.findall(r"train_minutes to (\d+) in the cluster file", said)[0])
+    (message,) = (warning for warning in plan.warnings if "more than training.max_requeues = 2 allows" in warning)
+    enough = int(re.findall(r"train_minutes to (\d+) in the cluster file", message)[0])
     for minutes, often in ((enough, False), (enough - 1, True)):
         again = make_plan(spec, cluster(train_minutes=minutes), CORNERS)
         assert again.chosen.configuration == plan.chosen.configuration
@@ -775,8 +775,8 @@ def test_the_command_replaces_the_plan_only_when_asked(run: RunDirectory, capsys
     values = ["--set", "workload.epochs=7", "--set", "pricing.usd_per_node_hour=2"]
     main([str(run.root), *values, "--objective", "cost"])
     train = command_line("sweep", str(run.sweep_file), "--cluster", str(run.cluster_file), "--run-dir", str(run.root))
-    told = f"\nTo train with these values:\n  {train} {' '.join(values)} --set objective.kind=cost\n"
-    assert told in capsys.readouterr().out
+    message = f"\nTo train with these values:\n  {train} {' '.join(values)} --set objective.kind=cost\n"
+    assert message in capsys.readouterr().out
     for value in values[1::2]:
         assert main([str(run.root), "--set", value, "--write"]) == 2
         assert capsys.readouterr().err.endswith(
@@ -799,11 +799,11 @@ def test_the_plan_of_a_training_is_not_replaced(
         run.log_event("ended", "train", job_id="2")
     capsys.readouterr()
     assert main([str(run.root), "--objective", "cost", "--write"]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith(f"{run.plan_file}: the training of this run follows this plan")
-    assert "leave out --write" in said.err
-    assert said.err.count("\n") == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith(f"{run.plan_file}: the training of this run follows this plan")
+    assert "leave out --write" in output.err
+    assert output.err.count("\n") == 1
     assert run.plan_file.read_bytes() == written
     assert main([str(run.root), "--objective", "cost"]) == 0
 
@@ -1034,7 +1034,7 @@ def test_a_next_best_within_the_intervals_is_said_not_to_be_told_apart() -> None
     plan = make_plan(sweep("time"), cluster(), CORNERS)
     next_best = plan.runners_up[0]
 
-    def said(ratio: float, starts_s: float = 0.0) -> list[str]:
+    def doubts(ratio: float, starts_s: float = 0.0) -> list[str]:
         """Of steps that are known to 10 %, and starts to which that says nothing."""
         mine = plan.chosen.train_time_s
         chosen, other = (
@@ -1049,12 +1049,12 @@ def test_a_next_best_within_the_intervals_is_said_not_to_be_told_apart() -> None
         )
         return too_close_to_call(plan.model_copy(update={"chosen": chosen, "runners_up": [other]}))
 
-    (text,) = said(1.02)
+    (text,) = doubts(1.02)
     assert text.startswith(f"The next best, {next_best.configuration}, is predicted to be 2")
     assert "The predictions are too close to say which of the two takes less time" in text
-    assert said(1.5) == []
+    assert doubts(1.5) == []
     # starts are alike for both, however long they are
-    assert said(1.5, starts_s=100.0 * plan.chosen.train_time_s) == []
+    assert doubts(1.5, starts_s=100.0 * plan.chosen.train_time_s) == []
 
 
 def test_by_progress_candidates_are_compared_by_the_time_to_the_same_progress() -> None:

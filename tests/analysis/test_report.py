@@ -16,9 +16,9 @@ from tests.run_factory import (
     make_run,
     measurement,
     oom,
+    opening_text,
     pages_alone,
     plan,
-    told_first,
     write_plan,
     write_training,
 )
@@ -143,8 +143,8 @@ def test_a_folder_of_runs_is_no_run_whatever_they_are_called(
 ) -> None:
     run = make_run(tmp_path / "runs" / "train")
     assert main([str(run.root.parent)]) == 2
-    said = capsys.readouterr().err
-    assert f"is not a run directory: it has no sweep.toml; did you mean {run.root}?" in said
+    output = capsys.readouterr().err
+    assert f"is not a run directory: it has no sweep.toml; did you mean {run.root}?" in output
     assert {path.name for path in run.root.parent.iterdir()} == {"train"}
 
 
@@ -261,10 +261,10 @@ def test_a_second_report_replaces_the_first(tmp_path: Path) -> None:
 def test_a_program_is_told_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run", stage="plan")
     assert main([str(run.root), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["schema_version"], told["kind"], told["run_directory"]) == (1, "run", str(run.root))
-    assert told["files"][0] == told["page"] == str(run.report / "report.html")
-    assert {Path(path).name for path in told["files"]} == {path.name for path in run.report.iterdir()}
+    output = json.loads(capsys.readouterr().out)
+    assert (output["schema_version"], output["kind"], output["run_directory"]) == (1, "run", str(run.root))
+    assert output["files"][0] == output["page"] == str(run.report / "report.html")
+    assert {Path(path).name for path in output["files"]} == {path.name for path in run.report.iterdir()}
 
 
 @pytest.mark.usefixtures("cost_figure")
@@ -470,10 +470,10 @@ def test_nodes_differ_only_within_a_partition(tmp_path: Path) -> None:
     where = Configuration(1, 1, 32)
     contents = read_run(of_two_partitions(tmp_path / "run"))
     assert differ(("a", "A100"), ("b", "V100")) == []
-    (said,) = differ(("a", "A100"), ("b", "V100"), ("b", "H100"))
-    assert said.startswith("The nodes of partition b differ: H100, V100.")
-    (said,) = differ(("", "A100"), ("", "V100"))
-    assert said.startswith("The nodes differ: A100, V100.")
+    (message,) = differ(("a", "A100"), ("b", "V100"), ("b", "H100"))
+    assert message.startswith("The nodes of partition b differ: H100, V100.")
+    (message,) = differ(("", "A100"), ("", "V100"))
+    assert message.startswith("The nodes differ: A100, V100.")
 
 
 def test_which_memory_was_measured_is_said_by_the_partitions(tmp_path: Path) -> None:
@@ -491,10 +491,10 @@ def test_which_memory_was_measured_is_said_by_the_partitions(tmp_path: Path) -> 
 
 def test_names_of_partitions_are_never_capitalized(tmp_path: Path) -> None:
     run = of_two_partitions(tmp_path / "run")
-    told = ["a: a doubt", "b: another", "partition b is left out", "absent: nothing"]
-    write_plan(run, run.read_plan().model_copy(update={"warnings": told}))
-    said = warnings(read_run(run))
-    assert said[:4] == ["a: a doubt.", "b: another.", "Partition b is left out.", "Absent: nothing."]
+    given = ["a: a doubt", "b: another", "partition b is left out", "absent: nothing"]
+    write_plan(run, run.read_plan().model_copy(update={"warnings": given}))
+    messages = warnings(read_run(run))
+    assert messages[:4] == ["a: a doubt.", "b: another.", "Partition b is left out.", "Absent: nothing."]
 
 
 @pytest.mark.usefixtures("no_figure", "no_pages")
@@ -519,9 +519,9 @@ def test_steps_outside_of_their_interval_are_said_first_of_how_sure_it_is(finish
         epochs = [epoch.model_copy(update={"epoch_time_s": seconds}) for epoch in training.metrics.epochs]
         changed = training._replace(metrics=training.metrics._replace(epochs=epochs))
         sections = dict(first_page(contents._replace(trainings=[changed])).sections)
-        said = sections["How sure"][0]
-        assert said.startswith("The steps of the training were ") == bool(way)
-        assert f"% {way} than predicted, outside of the 90 % interval: the median epoch took " in said or not way
+        text = sections["How sure"][0]
+        assert text.startswith("The steps of the training were ") == bool(way)
+        assert f"% {way} than predicted, outside of the 90 % interval: the median epoch took " in text or not way
         # once is enough
         assert ("its median epoch was" in " ".join(sections["What it took"])) == (not way)
 
@@ -537,8 +537,8 @@ def test_the_answer_says_that_the_prediction_is_held_against_the_median_epoch(fi
     chosen = contents.plan.chosen.model_copy(update={"epoch_time_s": epoch_s})
     result = training.result.model_copy(update={"train_time_s": 2 * EPOCHS * epoch_s})
     plan = contents.plan.model_copy(update={"chosen": chosen, "candidates": [chosen]})
-    said = told_first(contents._replace(plan=plan, trainings=[training._replace(result=result)]))
-    assert f"took {format_duration(result.train_time_s)} (its median epoch was 5 % longer than predicted)" in said
+    text = opening_text(contents._replace(plan=plan, trainings=[training._replace(result=result)]))
+    assert f"took {format_duration(result.train_time_s)} (its median epoch was 5 % longer than predicted)" in text
 
 
 def with_bill(root: Path, elapsed_s: float, within: float = 0.1) -> RunDirectory:
@@ -577,11 +577,11 @@ def test_what_the_training_took_and_cost_is_said_first_and_last(
     run.train().result_file.write_text(longer.model_dump_json())
     run.log_event("drifted", "train", data={"ratio": 1.1, "part": "network", "label": "main"})
     run.log_event("recovered", "train", data={"label": "main"})
-    said = told_first(read_run(run))
-    assert "The training took 2 h 30 min in all by Slurm's accounting, longer than the 90 % interval" in said
-    assert said.index("Trained on 4 nodes") < said.index("The training took") < said.index("It cost ")
+    text = opening_text(read_run(run))
+    assert "The training took 2 h 30 min in all by Slurm's accounting, longer than the 90 % interval" in text
+    assert text.index("Trained on 4 nodes") < text.index("The training took") < text.index("It cost ")
     assert "What it will take" not in [section.heading for section in first_page(read_run(run)).sections]
-    assert "The training's steps (ags) took" in said
+    assert "The training's steps (ags) took" in text
     sweep = Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run)
     for until in ("train", "report"):
         carry_out(sweep, until)
@@ -598,9 +598,9 @@ def test_what_the_training_took_and_cost_is_said_first_and_last(
 def test_damaged_accounting_leaves_the_rest_of_the_report(tmp_path: Path) -> None:
     run = with_bill(tmp_path / "run", 9_000.0)
     run.accounting_file.write_text("{")
-    said = told_first(read_run(run))
-    assert said.startswith("Trained on 4 nodes"), "results of old tell no starts"
-    assert "The training's steps (ags) took" in said
+    text = opening_text(read_run(run))
+    assert text.startswith("Trained on 4 nodes"), "results of old tell no starts"
+    assert "The training's steps (ags) took" in text
 
 
 def test_the_error_of_what_was_trained_is_the_trainings(finished: Written) -> None:
@@ -641,12 +641,12 @@ def test_a_training_counts_only_on_the_partition_where_it_ran(
         found = candidate_of(contents.plan, training)
         assert found is not None
         assert found.partition == (name or "a")
-        assert ("It ended on 4 nodes of partition b with" in told_first(contents)) == (name == "b")
+        assert ("It ended on 4 nodes of partition b with" in opening_text(contents)) == (name == "b")
         if name:
             carry_out(sweep, "report")
-            told = f"{format_duration(training.epoch_time_s)} in training"
+            words = f"{format_duration(training.epoch_time_s)} in training"
             page = Page((run.report / "report.html").read_text()).words
-            assert (told in page, "in training" in capsys.readouterr().out) == (name == "a", name == "a")
+            assert (words in page, "in training" in capsys.readouterr().out) == (name == "a", name == "a")
 
 
 @pytest.mark.usefixtures("no_figure", "no_pages")
@@ -668,8 +668,8 @@ def test_a_training_that_blew_up_is_a_warning(
     files.metrics_file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     run.log_event("submitted", "train", job_id="9", data={"label": "main"})  # or more would be measured
     carry_out(Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run), until)
-    said = capsys.readouterr().out.splitlines()
-    assert ["warning: the loss ended" in line for line in said[-5:]].count(True) == (words is not None)
+    output = capsys.readouterr().out.splitlines()
+    assert ["warning: the loss ended" in line for line in output[-5:]].count(True) == (words is not None)
     assert any(text.startswith(words or "Training main") for text in warnings(read_run(run))) == (words is not None)
 
 
@@ -686,8 +686,8 @@ def test_a_test_loss_that_is_not_finite_is_a_warning(
     workload = contents.sweep.workload.model_copy(update={"loss": "mine:loss"})
     result = training.result.model_copy(update={"test_loss": loss, "diverged": diverged})
     of_own_loss = contents.sweep.model_copy(update={"workload": workload})
-    said = warnings(contents._replace(sweep=of_own_loss, trainings=[training._replace(result=result)]))
-    assert any("the loss on the test set is inf or nan" in words for words in said) == is_said
+    messages = warnings(contents._replace(sweep=of_own_loss, trainings=[training._replace(result=result)]))
+    assert any("the loss on the test set is inf or nan" in words for words in messages) == is_said
 
 
 @pytest.mark.parametrize("accuracy", [0.5, None])
@@ -702,8 +702,8 @@ def test_why_a_script_has_no_score_is_a_warning(finished: Written, accuracy: flo
     of_script = contents._replace(
         sweep=contents.sweep.model_copy(update={"workload": workload}), trainings=[training._replace(result=result)]
     )
-    said = [words for words in warnings(of_script) if "workload.metric has matched no line" in words]
-    assert len(said) == (accuracy is None)
+    messages = [words for words in warnings(of_script) if "workload.metric has matched no line" in words]
+    assert len(messages) == (accuracy is None)
 
 
 def test_repeated_measurements_count_by_their_median() -> None:
@@ -729,11 +729,11 @@ def test_profiling_cost_is_that_of_the_jobs_where_they_left_notes(tmp_path: Path
         path.unlink()
         append_record(path, row.model_copy(update={"job_id": name}))
         for note, at in (("began", 1000.0), ("ready", 1100.0), ("ended", 1720.0)):
-            told = {"note": note, "time": at, "began_at": 1000.0, "job_id": name, "allocated_nodes": nodes}
-            append_record(path.with_suffix(".notes"), JobNote.model_validate(told))
+            fields = {"note": note, "time": at, "began_at": 1000.0, "job_id": name, "allocated_nodes": nodes}
+            append_record(path.with_suffix(".notes"), JobNote.model_validate(fields))
     contents = read_run(run)
-    said = dict(how_measured(contents))["cost of profiling"]
-    assert said == "3,600 node-seconds (1 node-hours), 2.80 USD"  # 0.8 hours at 1 USD, 0.2 at 10 USD
+    text = dict(how_measured(contents))["cost of profiling"]
+    assert text == "3,600 node-seconds (1 node-hours), 2.80 USD"  # 0.8 hours at 1 USD, 0.2 at 10 USD
 
 
 def accounted(run: RunDirectory, *rows: tuple[str, str, bool, int, float]) -> None:
@@ -756,10 +756,10 @@ def test_profiling_costs_what_accounting_says_where_it_has_every_job(tmp_path: P
     accounted(run, ("8", "b", False, 1, 600.0))
     assert dict(how_measured(read_run(run)))["cost of profiling"] == own, "one has not ended"
     accounted(run, ("8", "b", True, 1, 120.0))
-    said = dict(how_measured(read_run(run)))["cost of profiling"]
-    told = "3,600 node-seconds (1 node-hours) by Slurm's accounting (by the run's own records 2,880), 2.80 USD"
+    text = dict(how_measured(read_run(run)))["cost of profiling"]
+    expected = "3,600 node-seconds (1 node-hours) by Slurm's accounting (by the run's own records 2,880), 2.80 USD"
     # 0.8 hours at 1 USD, 0.2 at 10 USD: both runs of the job that was requeued
-    assert said == told
+    assert text == expected
     page = Page(write_report(run)[0].read_text()).words
     assert "Jobs by Slurm's accounting (3)" in page
     assert "RUNNING, when last asked" in page
@@ -787,9 +787,9 @@ def test_a_note_that_a_training_has_outdated_is_left_out(tmp_path: Path) -> None
     write_plan(run, run.read_plan().model_copy(update=notes))
     assert f"{assumed[:1].upper()}{assumed[1:]}." in assumptions(read_run(run))
     run.log_event("checkpoint", "train", data={"cost_s": 0.01})
-    said = assumptions(read_run(run))
-    assert not any("checkpoint" in sentence for sentence in said)
-    assert "Prices are guesses." in said
+    messages = assumptions(read_run(run))
+    assert not any("checkpoint" in sentence for sentence in messages)
+    assert "Prices are guesses." in messages
 
 
 def test_a_note_about_a_partition_that_a_training_has_outdated_is_left_out(tmp_path: Path) -> None:
@@ -806,7 +806,7 @@ def test_a_training_that_fell_back_says_so(finished: Written, tmp_path: Path) ->
     run = make_run(tmp_path / "run")
     result = json.loads(run.train().result_file.read_text()) | {"global_batch": 512, "local_batch": 128, "restarts": 3}
     run.train().result_file.write_text(json.dumps(result))
-    text = told_first(read_run(run))
+    text = opening_text(read_run(run))
     assert "It ended on 4 nodes with global batch 512, not with the chosen configuration." in text
     assert "resumed 3 times" in text
 

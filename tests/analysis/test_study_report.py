@@ -186,8 +186,8 @@ def test_cautions_tell_of_short_trainings_few_seeds_and_rates_at_the_edge(run: R
 def test_a_study_of_guesses_has_a_caution(tmp_path: Path, level: float, guessed: bool) -> None:
     """Some method is ahead of the others there, too."""
     contents = read_study(make_study(tmp_path / "run", outcome=lambda cell: level if cell.column == "ags" else 0.1))
-    said = cautions(contents, make_table(contents.study, contents.outcomes))
-    assert any("No training is clearly better than guessing" in doubt for doubt in said) == guessed
+    messages = cautions(contents, make_table(contents.study, contents.outcomes))
+    assert any("No training is clearly better than guessing" in doubt for doubt in messages) == guessed
 
 
 @pytest.mark.parametrize(
@@ -203,8 +203,8 @@ def test_where_all_diverged_nothing_is_said_to_come_and_what_to_do(
 ) -> None:
     contents = read_study(make_study(tmp_path / "run", outcome=lambda c: 0.5 if c.batch in came_through else None))
     table = make_table(contents.study, contents.outcomes)
-    said = [doubt for doubt in cautions(contents, table) if "diverged" in doubt]
-    assert [doubt[: len(words or "")] for doubt in said] == ([words] if words else [])
+    messages = [doubt for doubt in cautions(contents, table) if "diverged" in doubt]
+    assert [doubt[: len(words or "")] for doubt in messages] == ([words] if words else [])
     drawn = [draw_study_accuracy(contents, table), draw_study_epochs(contents, table)]
     reasons = [missing.why for missing in drawn if isinstance(missing, Missing)]
     assert reasons == ([] if 256 in came_through else ["all trainings are over without a result: 54 diverged"] * 2)
@@ -227,8 +227,8 @@ def test_a_column_that_never_scaled_is_said_to_have_done_nothing(run: RunDirecto
         if (cell.column, cell.batch) == ("ags", batch):
             ones = {"scale_mean": 1.0, "scale_min": 1.0, "scale_max": 1.0}
             idle[cell] = metrics._replace(steps=[row.model_copy(update=ones) for row in metrics.steps])
-    said = cautions(contents._replace(metrics=idle), table)
-    assert [words.split(": no gradient was scaled")[0] for words in said] == [f"ags at B = {batch:,}"]
+    messages = cautions(contents._replace(metrics=idle), table)
+    assert [words.split(": no gradient was scaled")[0] for words in messages] == [f"ags at B = {batch:,}"]
 
 
 @pytest.mark.parametrize(
@@ -337,11 +337,11 @@ def test_what_cells_of_the_table_say_stays_in_them(tmp_path: Path, count: int) -
     cells = [patch for patch in axes.patches if isinstance(patch, Rectangle) and patch.get_fill()]
     assert len(cells) == 2 * count
     for cell in cells:
-        said = [text.get_window_extent() for text in axes.texts if cell.get_bbox().contains(*text.get_position())]
-        assert len(said) >= 3
+        boxes = [text.get_window_extent() for text in axes.texts if cell.get_bbox().contains(*text.get_position())]
+        assert len(boxes) >= 3
         within = cell.get_window_extent()
-        assert Bbox.union([within, *said]).bounds == pytest.approx(within.bounds, abs=1.0)  # pixels
-        assert not any(one.overlaps(other) for one, other in itertools.combinations(said, 2))
+        assert Bbox.union([within, *boxes]).bounds == pytest.approx(within.bounds, abs=1.0)  # pixels
+        assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
 
 
 @pytest.mark.parametrize("small", [0.70, 0.72, 0.745, 0.76])
@@ -361,9 +361,11 @@ def test_names_of_methods_lie_neither_on_the_small_batchs_line_nor_on_its_words(
     assert not any(box.y0 < line < box.y1 for box in boxes)
 
 
-@pytest.mark.parametrize(("columns", "long", "beside"), [(8, "", True), (9, "", False), (4, "-of-a-long-name", False)])
+@pytest.mark.parametrize(
+    ("columns", "long", "at_lines"), [(8, "", True), (9, "", False), (4, "-of-a-long-name", False)]
+)
 def test_methods_are_named_in_a_legend_where_line_ends_have_no_room(
-    tmp_path: Path, columns: int, long: str, beside: bool
+    tmp_path: Path, columns: int, long: str, at_lines: bool
 ) -> None:
     variants = {f"ags-variant{long}-{place}": {"training": {"delta": 0.1 + place}} for place in range(columns - 1)}
     tables = {**SWEEP, "study": {"methods": ["lbt"], "batches": [256, 512], "variants": variants}}
@@ -373,7 +375,7 @@ def test_methods_are_named_in_a_legend_where_line_ends_have_no_room(
     (axes,) = drawn.figure.axes
     legend = axes.get_legend()
     named = [text.get_text() for text in (axes.texts if legend is None else legend.get_texts())]
-    assert (legend is None) == beside
+    assert (legend is None) == at_lines
     assert set(named) >= {"lbt", *variants}
 
 

@@ -43,17 +43,17 @@ def profiled(
     def run(place: WorkerEnvironment) -> ProcessEnd:
         usual = {"configuration": Configuration(world, 1, BATCH), "forward_batch": BATCH, "accumulation": 1}
         wanted = {**usual, "samples": 1000, "search": QUICK, **settings}
-        told = Settings(cluster=ClusterSpec(), place=place, **wanted)
+        profile_settings = Settings(cluster=ClusterSpec(), place=place, **wanted)
         with own_output(folder, place.rank, Path.cwd()) as (work, output):
             spec = ChildSpec(
                 mode="profile",
                 program=Script(script, None, arguments),
                 home=Path.cwd(),
-                message_file=folder / f"rank-{place.rank}.said",
+                message_file=folder / f"rank-{place.rank}.message",
                 parent=os.getpid(),
                 rank=place.rank,
                 world_size=world,
-                settings=told.model_dump(mode="json"),
+                settings=profile_settings.model_dump(mode="json"),
             )
             variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables_of(place, 1, meeting)}
             child = start(spec, variables, work, Path(output.name), output)

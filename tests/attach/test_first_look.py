@@ -109,7 +109,7 @@ def test_a_file_of_init_gets_what_it_lacks(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('[workload]\nscript = "z.py"', 'workload.script: is "z.py"; expected the sweep file of '),
         ('[workload]\nscript = "~nobody-here/z.py"', "workload.script: is "),
@@ -119,14 +119,14 @@ def test_a_file_of_init_gets_what_it_lacks(
     ],
 )
 def test_the_file_of_another_script_is_refused_before_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("train.py", "z.py"):
         Path(name).touch()
     Path("other.toml").write_text(text)
     assert main(["--into", "other.toml", "train.py", "--epochs", "2"]) == 2
-    assert capsys.readouterr().err.startswith(f"other.toml: {said}")
+    assert capsys.readouterr().err.startswith(f"other.toml: {message}")
     assert Path("other.toml").read_text() == text
 
 
@@ -145,10 +145,10 @@ def test_a_program_gets_the_same_as_one_object(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tula_hpc.attach.__main__._look", lambda *_: seen)
     assert main(["--json", "train.py", "--bs", "64", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["workload"]["arguments"] == ["--bs", "{local_batch}", "--json"]
-    assert (told["unknown"], told["others"], told["schema_version"]) == (["samples", "epochs"], ["Critic"], 1)
-    assert not {"samples", "epochs"} & told["workload"].keys()
+    output = json.loads(capsys.readouterr().out)
+    assert output["workload"]["arguments"] == ["--bs", "{local_batch}", "--json"]
+    assert (output["unknown"], output["others"], output["schema_version"]) == (["samples", "epochs"], ["Critic"], 1)
+    assert not {"samples", "epochs"} & output["workload"].keys()
 
 
 @pytest.mark.parametrize(
@@ -348,8 +348,8 @@ def test_the_argument_that_carries_the_batch_is_found(
 def test_a_scripts_parser_tells_which_options_carry_batch_and_epochs(arguments: str, expected: str) -> None:
     names = {"-b": "--train_batch_size", "--train_batch_size": "--train_batch_size"}
     values = {"--train_batch_size": 32, "--width": 32, "--num-epochs": 9, "--warmup-epochs": 9}
-    told = with_placeholders(arguments.split(), 32, 1, ParsedOptions(names, values))
-    assert " ".join(told) == expected
+    filled = with_placeholders(arguments.split(), 32, 1, ParsedOptions(names, values))
+    assert " ".join(filled) == expected
 
 
 def test_options_of_click_are_known_while_its_command_runs() -> None:
@@ -366,8 +366,8 @@ def test_options_of_click_are_known_while_its_command_runs() -> None:
     train.main(["64", "--epochs", "9"], standalone_mode=False)
     assert found.names["-b"] == "--batch-size"
     assert found.values == {"--batch-size": 32, "--test-batch-size": 32, "--epochs": 9}
-    told = with_placeholders(["64", "--epochs", "9"], 32, 1, found)
-    assert told == ["64", "--epochs", "{epochs}", "--batch-size", "{local_batch}"]
+    filled = with_placeholders(["64", "--epochs", "9"], 32, 1, found)
+    assert filled == ["64", "--epochs", "{epochs}", "--batch-size", "{local_batch}"]
 
 
 class Config:
@@ -398,8 +398,8 @@ def test_keys_of_omegaconf_are_known_but_for_those_of_hydra_itself(monkeypatch: 
     note_parsed(found)
     assert len(configs) == 2
     assert found.values == {"data.batch=": 32, "max_epochs=": 9, "num_nodes=": 1, "amp=": 1}
-    told = with_placeholders(["lr=2"], 32, 1, found)
-    assert told == ["lr=2", "data.batch={local_batch}", "max_epochs={epochs}", "num_nodes={nodes}"]
+    filled = with_placeholders(["lr=2"], 32, 1, found)
+    assert filled == ["lr=2", "data.batch={local_batch}", "max_epochs={epochs}", "num_nodes={nodes}"]
 
 
 @pytest.mark.parametrize("name", ["--epochs", "--n_epochs", "--nepochs", "--num-train-epochs"])
@@ -411,5 +411,5 @@ def test_the_number_of_epochs_has_many_names(name: str) -> None:
     ("default", "expected"), [(1, "-b {local_batch} --num_nodes {nodes}"), (99, "-b {local_batch}")]
 )
 def test_a_number_of_nodes_is_the_clusters_if_it_is_one_by_default(default: int, expected: str) -> None:
-    told = with_placeholders(["-b", "32"], 32, 1, ParsedOptions({}, {"--num_nodes": default}))
-    assert " ".join(told) == expected
+    filled = with_placeholders(["-b", "32"], 32, 1, ParsedOptions({}, {"--num_nodes": default}))
+    assert " ".join(filled) == expected

@@ -13,14 +13,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import tula_hpc.attach as tula
-from tests.attach.test_keeping import EXITED, KILLED, STOPPED, Story, assert_same, assert_scales_go_on
+from tests.attach.test_keeping import EXITED, KILLED, STOPPED, Scenario, assert_same, assert_scales_go_on
 from tula_hpc.attach.reporting import failed_by
 from tula_hpc.attach.train.loaders import generator_states, set_generator_states
 from tula_hpc.records import read_metrics
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAINER, LIGHTNING, ACCELERATE = (SCRIPTS / f"on_{name}.py" for name in ("trainer", "lightning", "accelerate"))
-Alone = Callable[..., Story]
+Alone = Callable[..., Scenario]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,17 +34,17 @@ def frameworks_are_imported() -> None:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     """A training by the script alone, for each way of it."""
-    known: dict[tuple[object, ...], Story] = {}
+    known: dict[tuple[object, ...], Scenario] = {}
 
-    def story(script: Path, workers: int, *arguments: str) -> Story:
+    def scenario(script: Path, workers: int, *arguments: str) -> Scenario:
         key = (script, workers, *arguments)
         if key not in known:
             folder = tmp_path_factory.mktemp("alone") / "run"
-            known[key] = Story(folder, workers, arguments, around=False, script=script)
+            known[key] = Scenario(folder, workers, arguments, around=False, script=script)
             assert known[key].start() == [0] * workers
         return known[key]
 
-    return story
+    return scenario
 
 
 class Case(NamedTuple):
@@ -91,31 +91,31 @@ CASES = [
 def test_stopped_or_killed_as_well_it_ends_as_undisturbed(tmp_path: Path, alone: Alone, case: Case) -> None:
     script, workers, first, arguments, is_killed = case
     whole = alone(script, workers, *arguments)
-    story = Story(tmp_path / "run", workers, arguments, script=script)
-    assert story.start(first, only=0) == [STOPPED] * workers
+    scenario = Scenario(tmp_path / "run", workers, arguments, script=script)
+    assert scenario.start(first, only=0) == [STOPPED] * workers
     if is_killed:
         # in the second epoch
-        assert KILLED in story.start(11 - first, signal.SIGKILL)
-        assert story.start(2) == [STOPPED] * workers
-    assert story.start() == [EXITED] * workers
-    assert_same(whole, story, lines=set)
+        assert KILLED in scenario.start(11 - first, signal.SIGKILL)
+        assert scenario.start(2) == [STOPPED] * workers
+    assert scenario.start() == [EXITED] * workers
+    assert_same(whole, scenario, lines=set)
     # Lightning may have fetched the batch of its stop; else only the kill had work done again, of one start of at most
     # 8 steps of 2 passes
-    assert 0 <= len(story.lines(0)) - len(whole.lines(0)) <= (16 if is_killed else 1)
-    metrics = read_metrics(story.run.train().metrics_file)
+    assert 0 <= len(scenario.lines(0)) - len(whole.lines(0)) <= (16 if is_killed else 1)
+    metrics = read_metrics(scenario.run.train().metrics_file)
     assert [row.epoch for row in metrics.epochs] == [1, 2]
     assert [row.samples_seen for row in metrics.epochs] == [n * 8 * 8 * workers for n in (1, 2)] or arguments
     assert all(row.test_accuracy is not None for row in metrics.epochs)
-    details = [event.detail for event in story.run.events() if event.event == "resumed"]
+    details = [event.detail for event in scenario.run.events() if event.event == "resumed"]
     assert len(details) == case.disturbances
     # what no checkpoint names any more is deleted at the next save
-    checkpoints = story.run.train().checkpoints
+    checkpoints = scenario.run.train().checkpoints
     assert len(list(checkpoints.glob("*.tula"))) == 2
     assert 2 <= sum(path.is_dir() for path in checkpoints.iterdir()) <= 4
 
 
 def test_a_method_that_scales_goes_on_with_its_averages(tmp_path: Path) -> None:
-    whole, cut = (Story(tmp_path / name, 2, (), script=TRAINER) for name in ("whole", "cut"))
+    whole, cut = (Scenario(tmp_path / name, 2, (), script=TRAINER) for name in ("whole", "cut"))
     assert assert_scales_go_on(whole, cut, stop=6) > 8
 
 
@@ -123,11 +123,11 @@ def test_a_method_that_scales_goes_on_with_its_averages(tmp_path: Path) -> None:
 def test_steps_and_scores_of_a_trainer_that_evaluates_within_epochs(tmp_path: Path, stop: int) -> None:
     """It evaluates the model without its wrapper; 15 batches make 8 steps of two, of which the last has one."""
     arguments = ("--accumulate", "2", "--samples", "120", "--eval-steps", "3")
-    story = Story(tmp_path / "run", 1, arguments, script=TRAINER)
+    scenario = Scenario(tmp_path / "run", 1, arguments, script=TRAINER)
     if stop:
-        assert story.start(stop) == [STOPPED]
-    assert story.start() == [EXITED]
-    metrics = read_metrics(story.run.train().metrics_file)
+        assert scenario.start(stop) == [STOPPED]
+    assert scenario.start() == [EXITED]
+    metrics = read_metrics(scenario.run.train().metrics_file)
     assert [row.step for row in metrics.steps] == list(range(1, 17))
     assert all(row.test_loss is not None for row in metrics.epochs)
 
@@ -140,29 +140,29 @@ def test_one_that_stops_early_does_so_as_undisturbed_and_trains_no_further(
 ) -> None:
     """It is stopped in its last epoch, and killed behind its training, which may have four."""
     arguments = ("--samples", "64", "--early")
-    whole = Story(tmp_path / "whole", 1, arguments, around=False, script=script)
-    story = Story(tmp_path / "run", 1, arguments, script=script)
+    whole = Scenario(tmp_path / "whole", 1, arguments, around=False, script=script)
+    scenario = Scenario(tmp_path / "run", 1, arguments, script=script)
     assert whole.start() == [0]
-    assert [story.start(stop), story.start(), story.start()] == [[STOPPED], [KILLED], [EXITED]]
-    assert_same(whole, story)
-    losses = [row.test_loss for row in read_metrics(story.run.train().metrics_file).epochs]
+    assert [scenario.start(stop), scenario.start(), scenario.start()] == [[STOPPED], [KILLED], [EXITED]]
+    assert_same(whole, scenario)
+    losses = [row.test_loss for row in read_metrics(scenario.run.train().metrics_file).epochs]
     assert len(losses) == epochs
     assert None not in losses
     assert losses[0] != losses[1]
     if script is LIGHTNING:
-        metrics = [(each.log / "metrics").read_text() for each in (whole, story)]
+        metrics = [(each.log / "metrics").read_text() for each in (whole, scenario)]
         assert metrics[0] == metrics[1]
     # of a later validation, in the start that has no epoch left
     if script is LIGHTNING:
-        assert losses[1] == float((story.log / "validated").read_text())
+        assert losses[1] == float((scenario.log / "validated").read_text())
 
 
 def test_averages_that_are_stopped_in_their_first_epoch_go_on_as_undisturbed(tmp_path: Path, alone: Alone) -> None:
     arguments = ("--samples", "64", "--averaged")
     whole = alone(LIGHTNING, 1, *arguments)
-    story = Story(tmp_path / "run", 1, arguments, script=LIGHTNING)
-    assert [story.start(3), story.start(3), story.start()] == [[STOPPED], [STOPPED], [EXITED]]
-    assert_same(whole, story, lines=set)
+    scenario = Scenario(tmp_path / "run", 1, arguments, script=LIGHTNING)
+    assert [scenario.start(3), scenario.start(3), scenario.start()] == [[STOPPED], [STOPPED], [EXITED]]
+    assert_same(whole, scenario, lines=set)
 
 
 @pytest.mark.parametrize(("how", "steps"), [("--search", 12), ("--finder", 20)])
@@ -172,22 +172,22 @@ def test_a_search_for_a_rate_before_the_training_is_none_of_it(
     """By a Tuner at each start, or by a callback at the first one, whose rate the others have, too."""
     arguments = ("--samples", "64", how)
     whole = alone(LIGHTNING, 1, *arguments)
-    story = Story(tmp_path / "run", 1, arguments, script=LIGHTNING)
-    assert [story.start(steps + 3), story.start()] == [[STOPPED], [EXITED]]
-    assert set(whole.lines(0)) == set(story.lines(0)) or how == "--search"
-    assert whole.weights().keys() == story.weights().keys()
-    assert all(torch.equal(value, story.weights()[name]) for name, value in whole.weights().items())
-    metrics = read_metrics(story.run.train().metrics_file)
+    scenario = Scenario(tmp_path / "run", 1, arguments, script=LIGHTNING)
+    assert [scenario.start(steps + 3), scenario.start()] == [[STOPPED], [EXITED]]
+    assert set(whole.lines(0)) == set(scenario.lines(0)) or how == "--search"
+    assert whole.weights().keys() == scenario.weights().keys()
+    assert all(torch.equal(value, scenario.weights()[name]) for name, value in whole.weights().items())
+    metrics = read_metrics(scenario.run.train().metrics_file)
     assert [(row.step, row.samples_seen) for row in metrics.epochs] == [(8, 64), (16, 128)]
 
 
 def test_with_another_batch_a_framework_begins_anew_and_says_so(tmp_path: Path) -> None:
-    story = Story(tmp_path / "run", 1, ("--samples", "64"), script=TRAINER)
-    assert story.start(3) == [STOPPED]
-    assert story.start(batch=4) == [EXITED]
-    (resumed,) = [event for event in story.run.events() if event.event == "resumed"]
+    scenario = Scenario(tmp_path / "run", 1, ("--samples", "64"), script=TRAINER)
+    assert scenario.start(3) == [STOPPED]
+    assert scenario.start(batch=4) == [EXITED]
+    (resumed,) = [event for event in scenario.run.events() if event.event == "resumed"]
     assert resumed.detail == "begins anew: the framework saved at a global batch of 8, now 4"
-    assert read_metrics(story.run.train().metrics_file).epochs[-1].samples_seen == 2 * 64
+    assert read_metrics(scenario.run.train().metrics_file).epochs[-1].samples_seen == 2 * 64
 
 
 def test_a_model_that_saves_by_other_names_is_kept_by_its_own(tmp_path: Path) -> None:

@@ -40,9 +40,9 @@ def silent_for(seconds: int, script: Script, *watches: HangWatch) -> tuple[int, 
     """Stay silent; return the seconds until a watch reports, and its text. None: no report, then a sign of life."""
     for silent in range(seconds):
         script.now += 1.0
-        said = [watch.look(script.silent_s) for watch in watches]
-        if any(said):
-            return silent + 1, next(filter(None, said))
+        silences = [watch.look(script.silent_s) for watch in watches]
+        if any(silences):
+            return silent + 1, next(filter(None, silences))
     script.sign_at = script.now
     return None
 

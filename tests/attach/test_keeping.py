@@ -64,18 +64,18 @@ def run_script(place: dict[str, str], spec: ChildSpec, struck: tuple[int, int] |
     # at the step of the signal
     script_training.CHECK_EVERY_S = 0.0  # type: ignore[attr-defined] # of this process alone
     KeptTraining.gradients_ready = gradients_ready  # type: ignore[assignment, method-assign] # of this process alone
-    told = spec.message_file.with_suffix(".spec")
-    told.write_text(spec.model_copy(update={"parent": os.getppid()}).model_dump_json())
-    child.main([str(told)])
+    spec_file = spec.message_file.with_suffix(".spec")
+    spec_file.write_text(spec.model_copy(update={"parent": os.getppid()}).model_dump_json())
+    child.main([str(spec_file)])
 
 
 def ended(spec: ChildSpec) -> str:
     """Return the reason that a process gave for its end; empty if it gave none."""
-    said = read_message(spec.message_file)
-    return str(said.result["end"]) if said is not None and said.state == "done" else ""
+    message = read_message(spec.message_file)
+    return str(message.result["end"]) if message is not None and message.state == "done" else ""
 
 
-class Story:
+class Scenario:
     """A training of the script, in one or several starts."""
 
     def __init__(
@@ -137,7 +137,7 @@ class Story:
         return weights
 
 
-def assert_same(one: Story, other: Story, *, lines: Callable[[list[str]], object] = list) -> None:
+def assert_same(one: Scenario, other: Scenario, *, lines: Callable[[list[str]], object] = list) -> None:
     for rank in range(one.workers):
         mine, others = one.weights(rank), other.weights(rank)
         assert mine.keys() == others.keys()
@@ -147,18 +147,18 @@ def assert_same(one: Story, other: Story, *, lines: Callable[[list[str]], object
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Story]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Scenario]:
     """A training by the script alone, for each way of it."""
-    known: dict[tuple[object, ...], Story] = {}
+    known: dict[tuple[object, ...], Scenario] = {}
 
-    def story(workers: int, *arguments: str) -> Story:
+    def scenario(workers: int, *arguments: str) -> Scenario:
         key = (workers, *arguments)
         if key not in known:
-            known[key] = Story(tmp_path_factory.mktemp("alone") / "run", workers, arguments, around=False)
+            known[key] = Scenario(tmp_path_factory.mktemp("alone") / "run", workers, arguments, around=False)
             assert known[key].start() == [0] * workers
         return known[key]
 
-    return story
+    return scenario
 
 
 @pytest.mark.parametrize(
@@ -172,33 +172,33 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Story
     ids=["two workers", "one", "loader processes and a generator", "accumulation"],
 )
 def test_stopped_or_killed_as_well_it_ends_as_undisturbed(
-    tmp_path: Path, undisturbed: Callable[..., Story], workers: int, arguments: Arguments, is_killed: bool
+    tmp_path: Path, undisturbed: Callable[..., Scenario], workers: int, arguments: Arguments, is_killed: bool
 ) -> None:
     alone = undisturbed(workers, *arguments)
-    story = Story(tmp_path / "run", workers, arguments)
+    scenario = Scenario(tmp_path / "run", workers, arguments)
     # 8 or 16 batches an epoch, or as many pairs
-    assert story.start(2, only=0) == [STOPPED] * workers
+    assert scenario.start(2, only=0) == [STOPPED] * workers
     if is_killed:
-        assert KILLED in story.start(3, signal.SIGKILL)
-        assert story.start(2) == [STOPPED] * workers
-    assert story.start() == [EXITED] * workers
-    assert_same(alone, story, lines=set if is_killed else list)
+        assert KILLED in scenario.start(3, signal.SIGKILL)
+        assert scenario.start(2) == [STOPPED] * workers
+    assert scenario.start() == [EXITED] * workers
+    assert_same(alone, scenario, lines=set if is_killed else list)
     # only the kill had work done again
-    assert len(story.lines(0)) - len(alone.lines(0)) <= 4
+    assert len(scenario.lines(0)) - len(alone.lines(0)) <= 4
 
 
 def test_more_than_two_workers_add_in_the_same_order_after_a_stop(
-    tmp_path: Path, undisturbed: Callable[..., Story]
+    tmp_path: Path, undisturbed: Callable[..., Scenario]
 ) -> None:
     # DDP has several buckets from a megabyte on
     alone = undisturbed(3, "--width", "700", "--samples", "120")
-    story = Story(tmp_path / "run", 3, ("--width", "700", "--samples", "120"))
-    assert story.start(2) == [STOPPED] * 3
-    assert story.start() == [EXITED] * 3
-    assert_same(alone, story)
+    scenario = Scenario(tmp_path / "run", 3, ("--width", "700", "--samples", "120"))
+    assert scenario.start(2) == [STOPPED] * 3
+    assert scenario.start() == [EXITED] * 3
+    assert_same(alone, scenario)
 
 
-def assert_scales_go_on(whole: Story, cut: Story, *, stop: int, accumulation: int = 1) -> int:
+def assert_scales_go_on(whole: Scenario, cut: Scenario, *, stop: int, accumulation: int = 1) -> int:
     """Train both with `ags`, one of them with a stop; return how many factors there were."""
     workload = {"script": whole.script, "arguments": ["{local_batch}"], "samples": SAMPLES, "epochs": 2}
     tables = {"name": "x", "workload": {**workload, "accumulation": accumulation}}
@@ -208,48 +208,52 @@ def assert_scales_go_on(whole: Story, cut: Story, *, stop: int, accumulation: in
     assert cut.start(stop) == [STOPPED] * 2
     assert cut.start() == [EXITED] * 2
     assert_same(whole, cut)
-    scales = [[row.scale_mean for row in read_metrics(story.run.train().metrics_file).steps] for story in (whole, cut)]
+    scales = [
+        [row.scale_mean for row in read_metrics(scenario.run.train().metrics_file).steps] for scenario in (whole, cut)
+    ]
     assert scales[0] == scales[1]
     return len(set(scales[0]))
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_method_that_scales_goes_on_with_its_averages(tmp_path: Path, accumulation: int) -> None:
-    whole, cut = (Story(tmp_path / name, 2, ("--accumulate", str(accumulation))) for name in ("whole", "cut"))
+    whole, cut = (Scenario(tmp_path / name, 2, ("--accumulate", str(accumulation))) for name in ("whole", "cut"))
     assert assert_scales_go_on(whole, cut, stop=3, accumulation=accumulation) > 3
 
 
 def test_a_script_that_was_changed_since_its_checkpoint_is_told_what_does_not_fit(tmp_path: Path) -> None:
-    story = Story(tmp_path / "run", 1, ())
-    assert story.start(2) == [STOPPED]
-    story.arguments += ["--width", "7"]
-    assert story.start() == [1]
-    said = read_message(story.spec(0, 8).message_file)
-    assert said is not None
-    assert said.detail.startswith("tula.keep(model=…): ")
-    assert " does not fit; if the script was changed, undo that, or move " in said.detail
-    assert f" {story.run.train().checkpoints} away to begin anew (RuntimeError: Error(s) in loading" in said.detail
-    assert "size mismatch for " in said.detail
+    scenario = Scenario(tmp_path / "run", 1, ())
+    assert scenario.start(2) == [STOPPED]
+    scenario.arguments += ["--width", "7"]
+    assert scenario.start() == [1]
+    message = read_message(scenario.spec(0, 8).message_file)
+    assert message is not None
+    assert message.detail.startswith("tula.keep(model=…): ")
+    assert " does not fit; if the script was changed, undo that, or move " in message.detail
+    assert (
+        f" {scenario.run.train().checkpoints} away to begin anew (RuntimeError: Error(s) in loading" in message.detail
+    )
+    assert "size mismatch for " in message.detail
 
 
 def test_with_a_smaller_batch_every_sample_is_seen_once_an_epoch(tmp_path: Path) -> None:
-    story = Story(tmp_path / "run", 2, ())
-    assert story.start(3) == [STOPPED] * 2
-    assert story.start(batch=4) == [EXITED] * 2
+    scenario = Scenario(tmp_path / "run", 2, ())
+    assert scenario.start(3) == [STOPPED] * 2
+    assert scenario.start(batch=4) == [EXITED] * 2
     seen: Counter[int] = Counter()
     for rank in range(2):
-        for line in story.lines(rank):
+        for line in scenario.lines(rank):
             seen.update(json.loads(line.split(" ", 2)[2]))
     assert seen == dict.fromkeys(range(SAMPLES), 2)
-    metrics = read_metrics(story.run.train().metrics_file)
+    metrics = read_metrics(scenario.run.train().metrics_file)
     assert [row.samples_seen for row in metrics.epochs] == [SAMPLES, 2 * SAMPLES]
 
 
-def test_around_the_script_nothing_changes(tmp_path: Path, undisturbed: Callable[..., Story]) -> None:
-    story = Story(tmp_path / "run", 2, ())
-    assert story.start() == [EXITED] * 2
-    assert_same(undisturbed(2), story)
-    metrics = read_metrics(story.run.train().metrics_file)
+def test_around_the_script_nothing_changes(tmp_path: Path, undisturbed: Callable[..., Scenario]) -> None:
+    scenario = Scenario(tmp_path / "run", 2, ())
+    assert scenario.start() == [EXITED] * 2
+    assert_same(undisturbed(2), scenario)
+    metrics = read_metrics(scenario.run.train().metrics_file)
     assert [row.step for row in metrics.steps] == list(range(1, 17))
     assert [row.epoch for row in metrics.steps] == pytest.approx([n / 8 for n in range(1, 17)])
     assert [row.test_accuracy for row in metrics.epochs] == pytest.approx([0.25, 0.35])
@@ -259,21 +263,21 @@ def test_around_the_script_nothing_changes(tmp_path: Path, undisturbed: Callable
 ODD_LOOPS = SCRIPT.with_name("odd_loops.py")
 
 
-def odd(folder: Path, case: str, *, around: bool = True) -> Story:
-    return Story(folder / ("kept" if around else "alone"), 1, [case], around=around, script=ODD_LOOPS)
+def odd(folder: Path, case: str, *, around: bool = True) -> Scenario:
+    return Scenario(folder / ("kept" if around else "alone"), 1, [case], around=around, script=ODD_LOOPS)
 
 
 @pytest.fixture(scope="module")
-def odd_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Story]:
+def odd_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Scenario]:
     """A loop by itself, once for each case."""
 
     @functools.cache
-    def story(case: str) -> Story:
+    def scenario(case: str) -> Scenario:
         alone = odd(tmp_path_factory.mktemp("alone"), case, around=False)
         assert alone.start() == [0]
         return alone
 
-    return story
+    return scenario
 
 
 @pytest.mark.parametrize(
@@ -304,15 +308,15 @@ def odd_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Story
     ],
 )
 def test_loops_of_other_forms_go_on_as_undisturbed(
-    tmp_path: Path, odd_alone: Callable[[str], Story], case: str, stops: list[int]
+    tmp_path: Path, odd_alone: Callable[[str], Scenario], case: str, stops: list[int]
 ) -> None:
     """Two loops over epochs, loaders that share a generator or have their own, one gone through twice, a look at a
     batch, gradients that are accumulated over an epoch's end.
     """
-    alone, story = odd_alone(case), odd(tmp_path, case)
-    assert [story.start(at) for at in stops] == [[STOPPED]] * len(stops)
-    assert story.start() == [EXITED]
-    assert_same(alone, story)
+    alone, scenario = odd_alone(case), odd(tmp_path, case)
+    assert [scenario.start(at) for at in stops] == [[STOPPED]] * len(stops)
+    assert scenario.start() == [EXITED]
+    assert_same(alone, scenario)
 
 
 def test_only_what_an_earlier_process_started_takes_no_random_number_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,42 +342,42 @@ def test_only_what_an_earlier_process_started_takes_no_random_number_again(monke
 
 
 def test_an_epochs_loop_that_is_left_has_its_last_epoch_and_later_scores(tmp_path: Path) -> None:
-    story = odd(tmp_path, "early")
-    assert story.start() == [EXITED]
-    rows = read_metrics(story.run.train().metrics_file).epochs
+    scenario = odd(tmp_path, "early")
+    assert scenario.start() == [EXITED]
+    rows = read_metrics(scenario.run.train().metrics_file).epochs
     assert [row.test_accuracy for row in rows] == pytest.approx([0.1, 0.2, 0.3])
     assert [row.test_loss for row in rows] == [None, None, 0.5]
 
 
 def test_scores_of_a_script_that_keeps_nothing_are_those_of_the_epoch_that_is_over(tmp_path: Path) -> None:
-    story = odd(tmp_path, "not kept")
-    assert story.start() == [EXITED]
-    rows = read_metrics(story.run.train().metrics_file).epochs
+    scenario = odd(tmp_path, "not kept")
+    assert scenario.start() == [EXITED]
+    rows = read_metrics(scenario.run.train().metrics_file).epochs
     assert [(row.epoch, row.test_accuracy) for row in rows] == [(1, 0.1), (2, 0.2)]
 
 
 def test_a_score_before_the_loop_is_none_of_an_epoch_that_is_over(tmp_path: Path) -> None:
-    story = odd(tmp_path, "before")
-    assert [story.start(20), story.start()] == [[STOPPED], [EXITED]]
-    rows = read_metrics(story.run.train().metrics_file).epochs
+    scenario = odd(tmp_path, "before")
+    assert [scenario.start(20), scenario.start()] == [[STOPPED], [EXITED]]
+    rows = read_metrics(scenario.run.train().metrics_file).epochs
     assert [(row.epoch, row.test_accuracy) for row in rows] == [(1, 0.1), (2, 0.1)]
 
 
 def test_stopped_in_its_last_evaluation_it_goes_on_to_its_end(tmp_path: Path) -> None:
-    story = odd(tmp_path, "late")
-    assert story.start() == [EXITED]
-    rows = read_metrics(story.run.train().metrics_file).epochs
+    scenario = odd(tmp_path, "late")
+    assert scenario.start() == [EXITED]
+    rows = read_metrics(scenario.run.train().metrics_file).epochs
     assert [(row.epoch, row.test_accuracy) for row in rows] == [(1, 0.5), (2, 0.5)]
 
 
 def test_a_start_with_no_epoch_left_goes_on_behind_the_loop_and_has_the_last_epochs_score(
-    tmp_path: Path, odd_alone: Callable[[str], Story]
+    tmp_path: Path, odd_alone: Callable[[str], Scenario]
 ) -> None:
-    story = odd(tmp_path, "final")
-    assert [story.start(), story.start()] == [[KILLED], [EXITED]]
+    scenario = odd(tmp_path, "final")
+    assert [scenario.start(), scenario.start()] == [[KILLED], [EXITED]]
     # numbers that it draws behind its loop are those of a start without a kill, too
-    assert_same(odd_alone("final"), story)
-    rows = read_metrics(story.run.train().metrics_file).epochs
+    assert_same(odd_alone("final"), scenario)
+    rows = read_metrics(scenario.run.train().metrics_file).epochs
     assert [(row.epoch, row.test_accuracy) for row in rows] == [(1, None), (2, 0.5)]
 
 

@@ -128,12 +128,12 @@ def test_a_script_that_takes_no_step_is_given_up(how: str, tmp_path: Path) -> No
 )
 def test_workers_that_wait_for_each_other_are_told_where(how: str, began: str, tmp_path: Path) -> None:
     step_s = 5.0 if how == "waits apart" else 60.0
-    said = misbehave(how, tmp_path, 2, step_s=step_s).message
-    assert said.failure is Failure.BAD_INPUT
-    assert said.detail.startswith(began)
+    message = misbehave(how, tmp_path, 2, step_s=step_s).message
+    assert message.failure is Failure.BAD_INPUT
+    assert message.detail.startswith(began)
     places = r"rank 0 is at misbehaving.py:\d+, `dist.barrier\(\)`; rank 1 is at misbehaving.py:\d+, `model\(.*backward"
-    assert re.search(places, said.detail), said.detail
-    assert "; call each collective on every worker" in said.detail
+    assert re.search(places, message.detail), message.detail
+    assert "; call each collective on every worker" in message.detail
 
 
 PECULIAR = ["catches", "handles TERM", "has a thread", "prints", "has two optimizers"]
@@ -175,11 +175,12 @@ from pathlib import Path
 from tests.attach.script_runs import profiled
 profiled(Path({str(MISBEHAVING)!r}), ("handles TERM and hangs", "4"), Path({str(tmp_path)!r}))
 """
-    said, told = tmp_path / "rank-0.said", tmp_path / "rank-0.spec"
+    message_file = tmp_path / "rank-0.message"
+    spec_file = tmp_path / "rank-0.spec"
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT) as worker:
-        wait_for(said.exists)
+        wait_for(message_file.exists)
         # and what it is just starting
-        children = [pid for pid in descendants(worker.pid) if str(told) in command_of(pid)]
+        children = [pid for pid in descendants(worker.pid) if str(spec_file) in command_of(pid)]
         assert children
         worker.kill()
     wait_for(lambda: not any(command_of(child) for child in children))
@@ -208,15 +209,15 @@ def test_several_workers_have_to_train_together(how: str, tmp_path: Path) -> Non
 
 
 def test_slow_steps_that_workers_take_apart_are_told_as_no_steps_of_a_wrapped_model(tmp_path: Path) -> None:
-    said = misbehave("trains apart slowly", tmp_path, world=2, step_s=5.0).message
-    assert "until its first optimizer step of a model in DistributedDataParallel" in said.detail
+    message = misbehave("trains apart slowly", tmp_path, world=2, step_s=5.0).message
+    assert "until its first optimizer step of a model in DistributedDataParallel" in message.detail
 
 
 def test_several_workers_may_search_for_a_rate_each_by_itself_before_they_train_together(tmp_path: Path) -> None:
     outcome = misbehave("searches a rate first", tmp_path, world=2)
     assert outcome.is_done, outcome.message.detail
-    told = outcome.message.result
-    assert (told["wrapped"], told["optimizer"], told["others"]) == (True, "SGD", [])
+    result = outcome.message.result
+    assert (result["wrapped"], result["optimizer"], result["others"]) == (True, "SGD", [])
 
 
 def test_a_batch_that_no_tensor_tells_is_the_one_that_was_asked_for(tmp_path: Path) -> None:
@@ -317,12 +318,12 @@ def test_workers_that_all_go_through_all_samples_are_told_from_those_that_share_
     found = {}
     for how, counts in (("shares no data", True), ("shares no data", False), ("shares its data", True)):
         folder = tmp_path / f"{how} {counts}"
-        told = {"counts_epochs": counts, "counts_steps": not counts, "samples": 1000}
-        outcome = worst(profiled(MISBEHAVING, (how, str(BATCH)), folder, 2, **told))
+        settings = {"counts_epochs": counts, "counts_steps": not counts, "samples": 1000}
+        outcome = worst(profiled(MISBEHAVING, (how, str(BATCH)), folder, 2, **settings))
         found[how, counts] = outcome.message
-    assert [said.failure for said in found.values()] == [Failure.BAD_INPUT, None, None]
-    said = found["shares no data", True]
-    assert "each of its 2 workers goes through all 1,000 samples in an epoch" in said.detail
+    assert [each.failure for each in found.values()] == [Failure.BAD_INPUT, None, None]
+    message = found["shares no data", True]
+    assert "each of its 2 workers goes through all 1,000 samples in an epoch" in message.detail
     assert found["shares no data", False].result["measurement"]["epoch_samples"] == 1000
 
 
@@ -367,9 +368,11 @@ def test_workers_that_take_part_in_different_collectives_are_told_so() -> None:
         "[enforce fail at tcp/pair.cc:456] op.preamble.length <= op.nbytes. 9476 vs 4. Received data size doesn't match"
     )
     script = Script(MISBEHAVING, None, ())
-    said = unexplained(script, None, -signal.SIGABRT, f"terminate called\n  what(): {words} expected size. Is there a")
-    assert said.failure is Failure.BAD_INPUT
-    assert "workers of misbehaving.py took part in different collectives (one sent 9476 bytes where 4" in said.detail
+    message = unexplained(
+        script, None, -signal.SIGABRT, f"terminate called\n  what(): {words} expected size. Is there a"
+    )
+    assert message.failure is Failure.BAD_INPUT
+    assert "workers of misbehaving.py took part in different collectives (one sent 9476 bytes where 4" in message.detail
     assert unexplained(script, None, -signal.SIGABRT, "Aborted").failure is Failure.KILLED
 
 
@@ -385,10 +388,10 @@ def test_the_worker_that_failed_first_explains_the_others(tmp_path: Path) -> Non
 
 
 def test_a_worker_that_ends_early_is_told_with_those_that_wait_for_it(tmp_path: Path) -> None:
-    said = misbehave("lets one end", tmp_path, 2).message
-    assert said.failure is Failure.BAD_INPUT
-    assert said.detail.startswith("misbehaving.py ended before its first optimizer step; expected optimizer.step()")
-    assert re.search(r"; that was rank 1, while rank 0 is at misbehaving.py:\d+, `", said.detail), said.detail
+    message = misbehave("lets one end", tmp_path, 2).message
+    assert message.failure is Failure.BAD_INPUT
+    assert message.detail.startswith("misbehaving.py ended before its first optimizer step; expected optimizer.step()")
+    assert re.search(r"; that was rank 1, while rank 0 is at misbehaving.py:\d+, `", message.detail), message.detail
 
 
 def test_of_workers_that_lose_one_that_has_finished_the_number_of_batches_is_told() -> None:
@@ -399,10 +402,10 @@ def test_of_workers_that_lose_one_that_has_finished_the_number_of_batches_is_tol
         state="failed", failure=Failure.KILLED, detail="lost a peer: Broken pipe", follows=True, at=place
     )
     lost = ProcessEnd(rank=1, message=failed, log="log")
-    said = worst([done, lost]).message
-    assert said.failure is Failure.BAD_INPUT
-    assert said.detail.startswith("rank 0 ended after 33 steps, while rank 1 is at misbehaving.py:1, `")
-    assert said.detail.endswith("give each worker as many batches as the others, as DistributedSampler does")
+    reported = worst([done, lost]).message
+    assert reported.failure is Failure.BAD_INPUT
+    assert reported.detail.startswith("rank 0 ended after 33 steps, while rank 1 is at misbehaving.py:1, `")
+    assert reported.detail.endswith("give each worker as many batches as the others, as DistributedSampler does")
     # one that was stopped is no reason
     stopped = done.model_copy(update={"message": done.message.model_copy(update={"result": {"end": "stopped"}})})
     assert worst([stopped, lost]).message.failure is Failure.KILLED

@@ -34,7 +34,7 @@ RUN = """
 try:
     script.run(home)
 except FileNotFoundError as error:
-    said = describe_error(error)
+    message = describe_error(error)
 """
 
 
@@ -43,7 +43,7 @@ def test_a_script_that_is_gone_fails_at_no_place(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("sys.path", [*sys.path])
     names = {"script": Script(tmp_path / "gone.py", None, ()), "home": tmp_path, "describe_error": describe_error}
     exec(RUN, names)  # noqa: S102 # the text above
-    assert str(names["said"]).endswith("/gone.py'")
+    assert str(names["message"]).endswith("/gone.py'")
 
 
 def test_a_failure_of_a_library_that_a_hook_is_around_is_at_no_place_of_the_hook() -> None:
@@ -52,7 +52,7 @@ def test_a_failure_of_a_library_that_a_hook_is_around_is_at_no_place_of_the_hook
     names: dict[str, Any] = {"library": library, "describe_error": describe_error}
     text = RUN.replace("script.run(home)", "library.divide(1, 0)").replace("FileNotFoundError", "ZeroDivisionError")
     exec(text, names)  # noqa: S102 # the text above
-    assert names["said"] == "ZeroDivisionError: division by zero"
+    assert names["message"] == "ZeroDivisionError: division by zero"
 
 
 def test_each_placeholder_has_a_value() -> None:
@@ -103,7 +103,7 @@ def test_a_worker_with_a_gpu_of_its_own_has_the_first_that_it_sees(monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("shape", "got", "said"),
+    ("shape", "got", "expected"),
     [
         ((1, 1), 48, "look at how train.py takes its batch"),
         ((1, 1), 96, "look at how train.py takes its batch"),
@@ -122,10 +122,10 @@ def test_a_worker_with_a_gpu_of_its_own_has_the_first_that_it_sees(monkeypatch: 
     ],
 )
 def test_another_batch_than_was_asked_for_is_told_with_the_placeholder_that_helps(
-    shape: tuple[int, int], got: int, said: str
+    shape: tuple[int, int], got: int, expected: str
 ) -> None:
     """Of 32 samples a worker."""
-    assert said in remedy_of_batch("train.py", 32, got, Configuration(*shape, 32))
+    assert expected in remedy_of_batch("train.py", 32, got, Configuration(*shape, 32))
 
 
 def test_a_warm_up_of_the_passes_is_told_only_where_later_steps_may_have_more() -> None:

@@ -105,7 +105,7 @@ class Rounds(MeasuredSteps):
 
     def __init__(self, folder: Path) -> None:
         program = Script(folder / "train.py", None, ())
-        spec = ChildSpec(mode="profile", program=program, home=folder, message_file=folder / "said", parent=0)
+        spec = ChildSpec(mode="profile", program=program, home=folder, message_file=folder / "message", parent=0)
         super().__init__(spec, WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), False), "cpu")
         self.taken: list[float] = []
 

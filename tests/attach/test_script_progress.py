@@ -68,9 +68,9 @@ class WatchedTraining:
             root=self.run.root, label="main", job_id="1", samples=samples, global_batch=8, log_interval_steps=3,
             between_s=3600.0, drift=drift, job_began_at=BEGAN_AT, counts_steps=counts_steps,
         )  # fmt: skip
-        said = folder / "said.json"
+        message_file = folder / "message.json"
         spec = ChildSpec(
-            mode="train", program=Script(Path("x.py"), None, ()), home=folder, message_file=said, parent=0,
+            mode="train", program=Script(Path("x.py"), None, ()), home=folder, message_file=message_file, parent=0,
             settings=settings.model_dump(),
         )  # fmt: skip
         self.training = ScriptTraining(spec)
@@ -98,10 +98,10 @@ class WatchedTraining:
 
 
 def test_epochs_end_with_their_last_whole_batch(tmp_path: Path, clock: Clock) -> None:
-    told = WatchedTraining(tmp_path, clock, samples=29)
+    watched = WatchedTraining(tmp_path, clock, samples=29)
     for _ in range(2 * 3):
-        told.step()
-    rows = told.metrics()
+        watched.step()
+    rows = watched.metrics()
     assert [(row.epoch, row.step, row.steps) for row in rows.epochs] == [(1, 3, 3), (2, 6, 3)]
     assert [row.epoch for row in rows.steps] == [1.0, 2.0]
 
@@ -111,12 +111,12 @@ def test_steps_are_timed_on_the_gpu_of_the_model(tmp_path: Path, clock: Clock, m
     gpu, waited = torch.device("cuda", 1), list[torch.device]()
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     monkeypatch.setattr(step_times, "_mark", lambda device: None)
-    told = WatchedTraining(tmp_path, clock, samples=29)
-    monkeypatch.setattr(told.training.hooks.inner_model, "parameters", lambda: iter([SimpleNamespace(device=gpu)]))
+    watched = WatchedTraining(tmp_path, clock, samples=29)
+    monkeypatch.setattr(watched.training.hooks.inner_model, "parameters", lambda: iter([SimpleNamespace(device=gpu)]))
     for _ in range(3):
-        told.step()
+        watched.step()
     assert waited == [gpu]
-    assert told.training._peers.device == gpu
+    assert watched.training._peers.device == gpu
 
 
 def test_layers_that_are_unfrozen_later_are_no_other_model(tmp_path: Path, clock: Clock) -> None:
@@ -124,71 +124,71 @@ def test_layers_that_are_unfrozen_later_are_no_other_model(tmp_path: Path, clock
     for place, measured in enumerate((2, 6, 5)):
         folder = tmp_path / str(place)
         folder.mkdir()
-        told = WatchedTraining(folder, clock, samples=29)
+        watched = WatchedTraining(folder, clock, samples=29)
         model = torch.nn.Linear(2, 2)
-        told.training.hooks.inner_model = model
-        told.training.settings = told.training.settings.model_copy(update={"parameters": measured})
+        watched.training.hooks.inner_model = model
+        watched.training.settings = watched.training.settings.model_copy(update={"parameters": measured})
         model.weight.requires_grad = False
         if measured == 5:
             with pytest.raises(InputError, match="the model has 2 parameters now, 5 when it was measured"):
-                told.step()
+                watched.step()
             continue
-        told.step()
+        watched.step()
         model.weight.requires_grad = True
-        told.training.begins_anew()
-        told.step()
-        assert told.training.progress.step == 2
+        watched.training.begins_anew()
+        watched.step()
+        assert watched.training.progress.step == 2
 
 
 def test_workers_agree_at_the_same_steps_wherever_each_sees_an_epoch_end(tmp_path: Path, clock: Clock) -> None:
     """One that has counted fewer samples comes to the end of an epoch a step later."""
-    told = WatchedTraining(tmp_path, clock, samples=29)
+    watched = WatchedTraining(tmp_path, clock, samples=29)
     for _ in range(2 * 3):
-        told.step()
-    assert told.training._agreement is not None
-    assert told.training._agreement.steps == 2 * 3
+        watched.step()
+    assert watched.training._agreement is not None
+    assert watched.training._agreement.steps == 2 * 3
 
 
 def test_samples_of_an_evaluation_that_takes_gradients_are_none_of_an_epoch(tmp_path: Path, clock: Clock) -> None:
-    told = WatchedTraining(tmp_path, clock, samples=29)
+    watched = WatchedTraining(tmp_path, clock, samples=29)
     for step in range(2 * 3):
-        told.step(idle=500 if step in {1, 3} else 0)
-    assert [(row.epoch, row.step, row.samples_seen) for row in told.metrics().epochs] == [(1, 3, 24), (2, 6, 48)]
+        watched.step(idle=500 if step in {1, 3} else 0)
+    assert [(row.epoch, row.step, row.samples_seen) for row in watched.metrics().epochs] == [(1, 3, 24), (2, 6, 48)]
 
 
 def test_passes_that_become_more_are_all_counted(tmp_path: Path, clock: Clock) -> None:
     """As of a script that accumulates gradients over more of them in its later epochs."""
-    told = WatchedTraining(tmp_path, clock, samples=32)
+    watched = WatchedTraining(tmp_path, clock, samples=32)
     for parts in (1, 2, 4):
         for _ in range(4 // parts):
             # as of a policy that acts before it is trained
-            told.training.forward_begins(8)
-            told.training.pass_unused(8)
-            told.step(8 * parts, parts)
-    told.training.ended(0)
-    rows = told.metrics().epochs
+            watched.training.forward_begins(8)
+            watched.training.pass_unused(8)
+            watched.step(8 * parts, parts)
+    watched.training.ended(0)
+    rows = watched.metrics().epochs
     assert [(row.epoch, row.step, row.samples_seen) for row in rows] == [(1, 4, 32), (2, 6, 64), (3, 7, 96)]
 
 
 def test_all_passes_of_a_first_step_count_though_the_model_was_not_known_before(tmp_path: Path, clock: Clock) -> None:
-    told = WatchedTraining(tmp_path, clock, samples=16)
+    watched = WatchedTraining(tmp_path, clock, samples=16)
     # of the first of its two parts
-    told.training.hooks.backward.count = 1
-    told.step(4)
+    watched.training.hooks.backward.count = 1
+    watched.step(4)
     for _ in range(3):
-        told.step(8, 2)
-    assert [(row.step, row.samples_seen) for row in told.metrics().epochs] == [(2, 16), (4, 32)]
+        watched.step(8, 2)
+    assert [(row.step, row.samples_seen) for row in watched.metrics().epochs] == [(2, 16), (4, 32)]
 
 
 def test_a_first_step_of_fewer_passes_than_later_ones_counts_these_alone(tmp_path: Path, clock: Clock) -> None:
     """As YOLO's, whose model is not known before that step."""
-    told = WatchedTraining(tmp_path, clock, samples=16)
-    told.training.settings = told.training.settings.model_copy(update={"forward_batch": 2})
-    told.training.hooks.backward.count = 1
-    told.training.gradients_ready()
-    told.training.step_ends()
-    told.step(6, 3)
-    assert told.training.progress.samples_seen == 8
+    watched = WatchedTraining(tmp_path, clock, samples=16)
+    watched.training.settings = watched.training.settings.model_copy(update={"forward_batch": 2})
+    watched.training.hooks.backward.count = 1
+    watched.training.gradients_ready()
+    watched.training.step_ends()
+    watched.step(6, 3)
+    assert watched.training.progress.samples_seen == 8
 
 
 def test_short_steps_of_a_warm_up_belong_to_the_first_epoch(tmp_path: Path, clock: Clock) -> None:
@@ -202,59 +202,59 @@ def test_short_steps_of_a_warm_up_belong_to_the_first_epoch(tmp_path: Path, cloc
 def test_steps_to_find_a_rate_are_none_and_those_after_the_last_epoch_do_not_count(
     tmp_path: Path, clock: Clock
 ) -> None:
-    told = WatchedTraining(tmp_path, clock, samples=32)
-    told.training.settings = told.training.settings.model_copy(update={"epochs": 2})
+    watched = WatchedTraining(tmp_path, clock, samples=32)
+    watched.training.settings = watched.training.settings.model_copy(update={"epochs": 2})
     for _ in range(2):
-        told.step()
+        watched.step()
     # another optimizer has taken a step, whose pass was seen
-    assert told.training.trains_anew(1)
-    told.step(16, 2)
+    assert watched.training.trains_anew(1)
+    watched.step(16, 2)
     for _ in range(2):
-        told.step()
+        watched.step()
     # of all layers, after the last ones
-    assert told.training.trains_anew()
+    assert watched.training.trains_anew()
     for _ in range(4):
-        told.step()
-    assert [(row.epoch, row.step, row.samples_seen) for row in told.metrics().epochs] == [(1, 4, 32), (2, 8, 64)]
-    assert not told.training.trains_anew(1)
+        watched.step()
+    assert [(row.epoch, row.step, row.samples_seen) for row in watched.metrics().epochs] == [(1, 4, 32), (2, 8, 64)]
+    assert not watched.training.trains_anew(1)
 
 
 def test_a_shorter_batch_is_the_last_of_its_epoch(tmp_path: Path, clock: Clock) -> None:
-    told = WatchedTraining(tmp_path, clock, samples=29)
+    watched = WatchedTraining(tmp_path, clock, samples=29)
     for _ in range(2):
         for samples in (8, 8, 8, 5):
-            told.step(samples)
-    rows = told.metrics().epochs
+            watched.step(samples)
+    rows = watched.metrics().epochs
     assert [(row.epoch, row.step, row.samples_seen) for row in rows] == [(1, 3, 24), (2, 7, 29 + 24)]
 
 
 def test_a_step_over_the_end_of_a_pass_belongs_to_both_epochs(tmp_path: Path, clock: Clock) -> None:
     """As of a script that takes two batches for a step from a loader that begins again and again."""
-    told = WatchedTraining(tmp_path, clock, samples=18)
+    watched = WatchedTraining(tmp_path, clock, samples=18)
     loader = DataLoader(TensorDataset(torch.zeros(18)), batch_size=4)
     passes = iter([4, 4, 4, 4, 2] * 2)
     for _ in range(5):
         for _ in range(2):
-            if told.training.progress.samples_seen + told.training._samples in {0, 18}:
+            if watched.training.progress.samples_seen + watched.training._samples in {0, 18}:
                 batches = iter(loader)
-                told.training.loading_begins(batches)
+                watched.training.loading_begins(batches)
             samples = next(passes)
-            told.training.hooks.next_batch(batches, torch.zeros(samples))
-            told.training.forward_begins(samples)
-        told.training.gradients_ready()
-        told.training.step_ends()
-    told.training.ended(0)
-    rows = told.metrics().epochs
+            watched.training.hooks.next_batch(batches, torch.zeros(samples))
+            watched.training.forward_begins(samples)
+        watched.training.gradients_ready()
+        watched.training.step_ends()
+    watched.training.ended(0)
+    rows = watched.metrics().epochs
     assert [(row.epoch, row.step, row.samples_seen) for row in rows] == [(1, 3, 22), (2, 5, 36)]
 
 
 def test_of_a_stream_the_sweep_says_how_long_an_epoch_is(tmp_path: Path, clock: Clock) -> None:
-    told = WatchedTraining(tmp_path, clock, samples=16)
+    watched = WatchedTraining(tmp_path, clock, samples=16)
     stream = iter(DataLoader(Streamed(TensorDataset(torch.zeros(64))), batch_size=8))
     for _ in range(4):
-        told.training.hooks.next_batch(stream, torch.zeros(8))
-        told.step()
-    assert [row.samples_seen for row in told.metrics().epochs] == [16, 32]
+        watched.training.hooks.next_batch(stream, torch.zeros(8))
+        watched.step()
+    assert [row.samples_seen for row in watched.metrics().epochs] == [16, 32]
 
 
 @pytest.mark.parametrize("begins_anew", [False, True])
@@ -262,139 +262,139 @@ def test_a_step_over_the_end_of_an_epoch_is_of_both_where_the_pass_goes_on(
     tmp_path: Path, clock: Clock, begins_anew: bool
 ) -> None:
     """As of a sampler without an end; of a stream that begins anew the rest is no other epoch's."""
-    told = WatchedTraining(tmp_path, clock, samples=20)
+    watched = WatchedTraining(tmp_path, clock, samples=20)
     data = Streamed(TensorDataset(torch.zeros(64)))
     stream = iter(DataLoader(data, batch_size=8))
     for step in range(10):
         if begins_anew and step and step % 3 == 0:
-            told.training.loading_begins(stream)
-        told.training.hooks.next_batch(stream, torch.zeros(8))
-        told.step()
-    told.training.ended(0)
+            watched.training.loading_begins(stream)
+        watched.training.hooks.next_batch(stream, torch.zeros(8))
+        watched.step()
+    watched.training.ended(0)
     expected = [3, 6, 9] if begins_anew else [3, 5, 8, 10]
-    assert [row.step for row in told.metrics().epochs] == expected
+    assert [row.step for row in watched.metrics().epochs] == expected
 
 
 def test_epochs_of_a_script_that_is_told_its_steps_are_those_of_the_plan(tmp_path: Path, clock: Clock) -> None:
     """Full batches alone leave out four of 20 samples in a pass, which add up to further steps and passes."""
-    told = WatchedTraining(tmp_path, clock, samples=20, counts_steps=True)
+    watched = WatchedTraining(tmp_path, clock, samples=20, counts_steps=True)
     loader = DataLoader(TensorDataset(torch.zeros(20)), batch_size=8, drop_last=True)
     for _ in range(5):
         batches = iter(loader)
-        told.training.loading_begins(batches)
+        watched.training.loading_begins(batches)
         for _ in range(2):
-            told.training.hooks.next_batch(batches, torch.zeros(8))
-            told.step()
-    told.training.ended(0)
-    assert [row.step for row in told.metrics().epochs] == [3, 5, 8, 10]
+            watched.training.hooks.next_batch(batches, torch.zeros(8))
+            watched.step()
+    watched.training.ended(0)
+    assert [row.step for row in watched.metrics().epochs] == [3, 5, 8, 10]
 
 
 def test_a_script_that_halves_its_batch_goes_on_with_its_epochs(tmp_path: Path, clock: Clock) -> None:
     """As one that trains on larger images later."""
-    told = WatchedTraining(tmp_path, clock, samples=32)
+    watched = WatchedTraining(tmp_path, clock, samples=32)
     for samples in (8, *[4] * 2):
         for _ in range(32 // samples):
-            told.step(samples)
-    told.training.ended(0)
-    assert [row.samples_seen for row in told.metrics().epochs] == [32, 64, 96]
+            watched.step(samples)
+    watched.training.ended(0)
+    assert [row.samples_seen for row in watched.metrics().epochs] == [32, 64, 96]
 
 
-@pytest.mark.parametrize("said", [29, 35])
+@pytest.mark.parametrize("known_samples", [29, 35])
 def test_a_loader_that_gives_out_a_shorter_batch_ends_the_epoch_with_it(
-    tmp_path: Path, clock: Clock, said: int
+    tmp_path: Path, clock: Clock, known_samples: int
 ) -> None:
     """Even if the sweep says that there are some more."""
-    told = WatchedTraining(tmp_path, clock, samples=said)
+    watched = WatchedTraining(tmp_path, clock, samples=known_samples)
     loader = iter(DataLoader(TensorDataset(torch.zeros(29)), batch_size=8))
     for _ in range(2):
         for samples in (8, 8, 8, 5):
-            told.training.hooks.next_batch(loader, torch.zeros(samples))
-            told.step(samples)
+            watched.training.hooks.next_batch(loader, torch.zeros(samples))
+            watched.step(samples)
         clock.now += 10.0
-    told.training.ended(0)
-    rows = told.metrics().epochs
+    watched.training.ended(0)
+    rows = watched.metrics().epochs
     assert [(row.epoch, row.step, row.samples_seen) for row in rows] == [(1, 4, 29), (2, 8, 2 * 29)]
     assert [row.evaluation_time_s for row in rows] == [10.0 + WAIT_S, 10.0]
 
 
 def test_an_epoch_takes_its_steps_and_waits_but_no_evaluation(tmp_path: Path, clock: Clock) -> None:
-    told = WatchedTraining(tmp_path, clock, samples=32)
+    watched = WatchedTraining(tmp_path, clock, samples=32)
     for _ in range(2):
-        told.step(parts=2)
-        told.step()
-        told.step(evaluated_s=100.0)
-        told.step()
+        watched.step(parts=2)
+        watched.step()
+        watched.step(evaluated_s=100.0)
+        watched.step()
         clock.now += 1000.0
-    first, second = told.metrics().epochs
+    first, second = watched.metrics().epochs
     # the time of the first step, for which nothing was waited yet, is of the start
     assert first.epoch_time_s == pytest.approx(4 * (STEP_S + WAIT_S))
     assert second.epoch_time_s == pytest.approx(4 * (STEP_S + WAIT_S))
 
 
 def test_an_epoch_of_a_first_step_alone_has_no_time(tmp_path: Path, clock: Clock) -> None:
-    told = WatchedTraining(tmp_path, clock, samples=8)
-    told.step()
-    told.step()
-    rows = told.metrics().epochs
+    watched = WatchedTraining(tmp_path, clock, samples=8)
+    watched.step()
+    watched.step()
+    rows = watched.metrics().epochs
     assert [(row.steps, row.epoch_time_s) for row in rows] == [(0, 0.0), (1, STEP_S)]
     assert median_epoch_s(rows) == STEP_S
 
 
 def test_an_evaluation_after_each_epoch_is_none_of_its_step_however_few_it_has(tmp_path: Path, clock: Clock) -> None:
-    told = WatchedTraining(tmp_path, clock, samples=8)
+    watched = WatchedTraining(tmp_path, clock, samples=8)
     loader = iter(DataLoader(TensorDataset(torch.zeros(8)), batch_size=8))
     for _ in range(30):
-        told.training.loading_begins(loader)
-        told.step(evaluated_s=2.0)
-    assert told.metrics().steps[-1].step_time_s == pytest.approx(STEP_S)
+        watched.training.loading_begins(loader)
+        watched.step(evaluated_s=2.0)
+    assert watched.metrics().steps[-1].step_time_s == pytest.approx(STEP_S)
 
 
 def test_a_long_gap_that_is_rare_is_of_no_step(tmp_path: Path, clock: Clock) -> None:
     """As of a policy that plays between its steps, or of a checkpoint."""
-    told = WatchedTraining(tmp_path, clock, samples=100 * 8)
+    watched = WatchedTraining(tmp_path, clock, samples=100 * 8)
     for step in range(100):
-        told.step(slept_s=50.0 if step % 25 == 24 else 0.0)
+        watched.step(slept_s=50.0 if step % 25 == 24 else 0.0)
     clock.now += 7.0
-    told.training.ended(0)
-    (epoch,) = told.metrics().epochs
+    watched.training.ended(0)
+    (epoch,) = watched.metrics().epochs
     assert epoch.epoch_time_s == pytest.approx(100 * (STEP_S + WAIT_S))
     assert epoch.evaluation_time_s == pytest.approx(4 * (50.0 + WAIT_S) + 7.0)
 
 
 def test_passes_without_gradients_at_every_step_are_a_part_of_it(tmp_path: Path, clock: Clock) -> None:
-    told = WatchedTraining(tmp_path, clock, samples=30 * 8)
+    watched = WatchedTraining(tmp_path, clock, samples=30 * 8)
     for _ in range(30):
-        told.step(evaluated_s=2.0)
-    assert told.metrics().steps[-1].step_time_s == pytest.approx(STEP_S + WAIT_S + 2.0)
+        watched.step(evaluated_s=2.0)
+    assert watched.metrics().steps[-1].step_time_s == pytest.approx(STEP_S + WAIT_S + 2.0)
 
 
 def test_a_pass_without_gradients_within_a_step_is_no_pause(tmp_path: Path, clock: Clock) -> None:
-    told = WatchedTraining(tmp_path, clock, samples=6 * 8)
+    watched = WatchedTraining(tmp_path, clock, samples=6 * 8)
     for _ in range(3):
-        told.step()
-        told.training.forward_begins(8)
-        told.training.evaluating()
-        told.training.step_ends()
-    first, second = told.metrics().steps
+        watched.step()
+        watched.training.forward_begins(8)
+        watched.training.evaluating()
+        watched.training.step_ends()
+    first, second = watched.metrics().steps
     # every second step takes no time here
     assert first.step_time_s == pytest.approx((2 * STEP_S + WAIT_S) / 3)
     assert second.step_time_s == pytest.approx((STEP_S + WAIT_S) / 3)
 
 
 def test_what_a_loader_takes_is_waiting_and_the_rest_of_a_gap_is_not(tmp_path: Path, clock: Clock) -> None:
-    told = WatchedTraining(tmp_path, clock, samples=4 * 8)
-    told.step()
+    watched = WatchedTraining(tmp_path, clock, samples=4 * 8)
+    watched.step()
     # of an evaluation
-    told.training.batch_loaded(None, 50.0)
-    told.training.evaluating()
+    watched.training.batch_loaded(None, 50.0)
+    watched.training.evaluating()
     # of all batches without a pass, as in `len(list(loader))`
-    told.training.batch_loaded(None, 50.0)
-    told.training.loading_begins(None)
+    watched.training.batch_loaded(None, 50.0)
+    watched.training.loading_begins(None)
     for _ in range(3):
-        told.training.batch_loaded(None, 0.0625)
-        told.training.batch_loaded(None, 0.0625)
-        told.step(parts=2)
-    first, second = told.metrics().steps
+        watched.training.batch_loaded(None, 0.0625)
+        watched.training.batch_loaded(None, 0.0625)
+        watched.step(parts=2)
+    first, second = watched.metrics().steps
     assert (first.step, second.step) == (3, 4)
     assert first.data_time_s == pytest.approx(2 * 0.125 / 3)
     assert second.data_time_s == pytest.approx(0.125)
@@ -402,115 +402,115 @@ def test_what_a_loader_takes_is_waiting_and_the_rest_of_a_gap_is_not(tmp_path: P
 
 
 def test_what_an_epoch_does_beside_its_steps_stands_in_its_line(tmp_path: Path, clock: Clock) -> None:
-    told = WatchedTraining(tmp_path, clock, samples=16)
+    watched = WatchedTraining(tmp_path, clock, samples=16)
     for _ in range(2):
-        told.step()
+        watched.step()
         # within the epoch, and after it
-        told.step(evaluated_s=10.0)
-        told.training.report({"test_accuracy": 0.5})
+        watched.step(evaluated_s=10.0)
+        watched.training.report({"test_accuracy": 0.5})
         clock.now += 100.0
-    told.training.leave_out(7.0)
-    told.training.ended(0)
-    first, second = told.metrics().epochs
+    watched.training.leave_out(7.0)
+    watched.training.ended(0)
+    first, second = watched.metrics().epochs
     assert first.evaluation_time_s == pytest.approx(10.0 + 100.0 + 2 * WAIT_S)
     assert second.evaluation_time_s == pytest.approx(10.0 + 100.0 + WAIT_S - 7.0)
     # lines of one epoch add to each other
     known = {"evaluation_time_s": None, "test_accuracy": None, "test_loss": 0.25}
-    append_record(told.run.train().metrics_file, first.model_copy(update=known))
-    first, _ = told.metrics().epochs
+    append_record(watched.run.train().metrics_file, first.model_copy(update=known))
+    first, _ = watched.metrics().epochs
     assert (first.test_loss, first.test_accuracy, first.evaluation_time_s is None) == (0.25, 0.5, False)
 
 
 def test_a_loss_that_is_reported_within_a_step_is_of_its_epoch(tmp_path: Path, clock: Clock) -> None:
-    told = WatchedTraining(tmp_path, clock, samples=8)
+    watched = WatchedTraining(tmp_path, clock, samples=8)
     for loss in (3.0, 2.0, 1.0):
-        told.training.forward_begins(8)
-        told.training.report({"train_loss": loss})
-        told.training.step_ends()
-    assert [row.train_loss for row in told.metrics().epochs] == [3.0, 2.0, 1.0]
+        watched.training.forward_begins(8)
+        watched.training.report({"train_loss": loss})
+        watched.training.step_ends()
+    assert [row.train_loss for row in watched.metrics().epochs] == [3.0, 2.0, 1.0]
 
 
 @pytest.mark.parametrize("parts", [1, 0], ids=["seen", "a first pass that nobody saw"])
 def test_a_start_lasts_until_the_end_of_the_first_step(tmp_path: Path, clock: Clock, parts: int) -> None:
-    told = WatchedTraining(tmp_path, clock, samples=16)
+    watched = WatchedTraining(tmp_path, clock, samples=16)
     clock.now += 30.0
-    told.step(parts=parts)
-    told.step()
-    so_far = told.training.ended(0).result
+    watched.step(parts=parts)
+    watched.step()
+    so_far = watched.training.ended(0).result
     assert so_far["starts_s"] == 30.0 + WAIT_S + parts * STEP_S
     assert so_far["started_at"] == BEGAN_AT + so_far["starts_s"]
 
 
 def test_a_start_after_others_adds_to_them(tmp_path: Path, clock: Clock) -> None:
-    told = WatchedTraining(tmp_path, clock, samples=16)
-    told.training.progress.starts_s = 40.0
-    told.training.progress.started_at = 7.0
-    told.step()
-    so_far = told.training.ended(0).result
+    watched = WatchedTraining(tmp_path, clock, samples=16)
+    watched.training.progress.starts_s = 40.0
+    watched.training.progress.started_at = 7.0
+    watched.step()
+    so_far = watched.training.ended(0).result
     assert (so_far["starts_s"], so_far["started_at"]) == (40.0 + WAIT_S + STEP_S, 7.0)
 
 
 def test_scores_are_of_the_epoch_that_was_over(tmp_path: Path, clock: Clock) -> None:
-    told = WatchedTraining(tmp_path, clock, samples=16)
+    watched = WatchedTraining(tmp_path, clock, samples=16)
     for accuracy in (50.0, 0.6):
-        told.step()
-        told.training.report({"test_accuracy": accuracy, "test_loss": float("nan"), "other": 1.0})
-        told.step()
-    assert [row.test_accuracy for row in told.metrics().epochs] == [0.5, 0.6]
-    assert [row.test_loss for row in told.metrics().epochs] == [None, None]
+        watched.step()
+        watched.training.report({"test_accuracy": accuracy, "test_loss": float("nan"), "other": 1.0})
+        watched.step()
+    assert [row.test_accuracy for row in watched.metrics().epochs] == [0.5, 0.6]
+    assert [row.test_loss for row in watched.metrics().epochs] == [None, None]
 
 
 def test_scores_after_the_last_epoch_are_added_to_it(tmp_path: Path, clock: Clock) -> None:
-    told = WatchedTraining(tmp_path, clock, samples=8)
-    told.training.add_to_last_epoch()
+    watched = WatchedTraining(tmp_path, clock, samples=8)
+    watched.training.add_to_last_epoch()
     for _ in range(2):
-        told.step()
-    told.training.report({"test_accuracy": 0.5})
-    told.training.add_to_last_epoch()
-    told.training.report({"test_loss": 2.0})
-    told.training.add_to_last_epoch()
-    rows = told.metrics().epochs
+        watched.step()
+    watched.training.report({"test_accuracy": 0.5})
+    watched.training.add_to_last_epoch()
+    watched.training.report({"test_loss": 2.0})
+    watched.training.add_to_last_epoch()
+    rows = watched.metrics().epochs
     assert [(row.epoch, row.test_accuracy, row.test_loss) for row in rows] == [(1, None, None), (2, 0.5, 2.0)]
 
 
 def test_another_model_than_was_measured_is_refused(tmp_path: Path, clock: Clock) -> None:
-    told = WatchedTraining(tmp_path, clock, samples=16)
-    told.training.settings = told.training.settings.model_copy(update={"parameters": 7})
-    told.training.hooks.inner_model = torch.nn.Linear(2, 2)
+    watched = WatchedTraining(tmp_path, clock, samples=16)
+    watched.training.settings = watched.training.settings.model_copy(update={"parameters": 7})
+    watched.training.hooks.inner_model = torch.nn.Linear(2, 2)
     with pytest.raises(InputError, match="6 parameters now, 7 when it was measured"):
-        told.step()
+        watched.step()
 
 
 def test_a_pass_that_leads_to_no_gradient_is_none_of_the_steps_samples(tmp_path: Path, clock: Clock) -> None:
-    told = WatchedTraining(tmp_path, clock, samples=16)
+    watched = WatchedTraining(tmp_path, clock, samples=16)
     for _ in range(2):
-        told.training.forward_begins(3)
-        told.training.pass_unused(3)
-        told.step()
-    assert [(row.epoch, row.step, row.samples_seen) for row in told.metrics().epochs] == [(1, 2, 16)]
+        watched.training.forward_begins(3)
+        watched.training.pass_unused(3)
+        watched.step()
+    assert [(row.epoch, row.step, row.samples_seen) for row in watched.metrics().epochs] == [(1, 2, 16)]
 
 
 def test_what_a_policy_does_before_its_loader_begins_is_carried_to_no_epoch(tmp_path: Path, clock: Clock) -> None:
-    told = WatchedTraining(tmp_path, clock, samples=32)
+    watched = WatchedTraining(tmp_path, clock, samples=32)
     for _ in range(8):
         for _ in range(2):
-            told.training.forward_begins(8)
-        told.training.loading_begins(object())
-        told.training.forward_begins(8)
-        told.training.hooks.backward.count += 1
+            watched.training.forward_begins(8)
+        watched.training.loading_begins(object())
+        watched.training.forward_begins(8)
+        watched.training.hooks.backward.count += 1
         for _ in range(2):
-            told.training.pass_unused(8)
-        told.training.gradients_ready()
-        told.training.step_ends()
-    assert [row.step for row in told.metrics().epochs] == [4, 8]
+            watched.training.pass_unused(8)
+        watched.training.gradients_ready()
+        watched.training.step_ends()
+    assert [row.step for row in watched.metrics().epochs] == [4, 8]
 
 
 def test_of_a_model_with_frozen_layers_those_that_are_trained_count(tmp_path: Path, clock: Clock) -> None:
-    told = WatchedTraining(tmp_path, clock, samples=16)
-    told.training.settings = told.training.settings.model_copy(update={"parameters": 4})
-    assert told.training.hooks.inner_model is not None
-    told.training.hooks.inner_model.bias.requires_grad = False
-    told.step()
+    watched = WatchedTraining(tmp_path, clock, samples=16)
+    watched.training.settings = watched.training.settings.model_copy(update={"parameters": 4})
+    assert watched.training.hooks.inner_model is not None
+    watched.training.hooks.inner_model.bias.requires_grad = False
+    watched.step()
 
 
 AT = Configuration(1, 1, 8)
@@ -528,20 +528,20 @@ def test_steps_that_depart_from_the_plan_are_told_and_their_end_as_well(
     settings = DriftSettings(
         prediction=(planned_s, 0.9 * planned_s, 1.1 * planned_s), window_s=1.0, expected=expected, configuration=AT
     )
-    told = WatchedTraining(tmp_path, clock, 8 * 1000, settings)
+    watched = WatchedTraining(tmp_path, clock, 8 * 1000, settings)
     for _ in range(60):
-        told.step()
-    (event,) = (each for each in told.run.events() if each.event == "drifted")
+        watched.step()
+    (event,) = (each for each in watched.run.events() if each.event == "drifted")
     assert event.data["ratio"] == pytest.approx(2.0)
     assert event.data["part"] == part
-    drift = Drift.model_validate_json(told.run.train().drift_file.read_bytes())
+    drift = Drift.model_validate_json(watched.run.train().drift_file.read_bytes())
     assert (drift.configuration, drift.part) == (AT, part)
     for _ in range(60):
         # the wait of a step that is as long as planned would be negative
         clock.now -= planned_s
-        told.step()
-    assert [each.event for each in told.run.events() if each.stage == "train"] == ["drifted", "recovered"]
-    assert not told.run.train().drift_file.exists()
+        watched.step()
+    assert [each.event for each in watched.run.events() if each.stage == "train"] == ["drifted", "recovered"]
+    assert not watched.run.train().drift_file.exists()
 
 
 def job(root: Path, **training: object) -> TrainJob:
@@ -557,14 +557,14 @@ def test_steps_are_compared_with_the_plan_and_the_profile(tmp_path: Path) -> Non
     known = candidate(AT)
     append_record(run.profile / "1.jsonl", measurement(AT))
     write_plan(run, plan([known] * 4, chosen=known, fallbacks=[]))
-    told = drift_settings(job(run.root))
-    assert told is not None
-    assert told.prediction[0] == known.step_time_s
+    drift = drift_settings(job(run.root))
+    assert drift is not None
+    assert drift.prediction[0] == known.step_time_s
     times = measurement(AT).times
     assert times is not None
-    assert (told.side, told.expected.compute_time_s) == (0, times.compute_time_s)
-    open_one = Drift(**AT._asdict(), measured_s=1.0, predicted_s=2.0, part="loader", measured=told.expected,
-                     expected=told.expected)  # fmt: skip
+    assert (drift.side, drift.expected.compute_time_s) == (0, times.compute_time_s)
+    open_one = Drift(**AT._asdict(), measured_s=1.0, predicted_s=2.0, part="loader", measured=drift.expected,
+                     expected=drift.expected)  # fmt: skip
     run.train().drift_file.write_text(open_one.model_dump_json())
     again = drift_settings(job(run.root))
     assert again is not None

@@ -65,7 +65,7 @@ def test_columns_share_the_arguments_and_differ_in_their_method() -> None:
 
 
 @pytest.mark.parametrize(
-    ("study", "workers", "keys", "said"),
+    ("study", "workers", "keys", "expected"),
     [
         ('methods = ["ags"]\nbatches = [16]', 1, {}, "study.nodes: ags takes the factors of a script's steps from"),
         (
@@ -74,12 +74,12 @@ def test_columns_share_the_arguments_and_differ_in_their_method() -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_a_cluster_cannot_run_is_one_line(study: str, workers: int, keys: dict[str, str], said: str) -> None:
+def test_what_a_cluster_cannot_run_is_one_line(study: str, workers: int, keys: dict[str, str], expected: str) -> None:
     cluster = Path("here.toml")
     cluster.write_text(cluster_text(workers))
     text = sweep_text(f"{study}\nseeds = [0]\nsmall_batch = 0", **keys)
     line = complaint(lambda path, overrides: load_together(path, cluster, overrides)[0], text)
-    assert said in line
+    assert expected in line
 
 
 def test_a_study_of_a_script_trains_and_compares() -> None:

@@ -56,7 +56,7 @@ def test_the_bare_all_reduce_is_timed_once(planned: tuple[RunDirectory, str]) ->
 
 
 def test_a_plan_is_made_of_them(planned: tuple[RunDirectory, str]) -> None:
-    run, said = planned
+    run, output = planned
     plan = run.read_plan()
     assert plan is not None
     assert plan.chosen.feasible
@@ -67,7 +67,7 @@ def test_a_plan_is_made_of_them(planned: tuple[RunDirectory, str]) -> None:
     notes = " ".join(plan.notes)
     assert "outside its steps (evaluation, saving, start of loaders) takes " in notes
     assert "as its profiles measured" in notes
-    assert "profiling cost: 4 configurations in 2 jobs" in said
+    assert "profiling cost: 4 configurations in 2 jobs" in output
 
 
 def test_what_a_script_says_is_kept_and_what_it_writes_is_not(planned: tuple[RunDirectory, str]) -> None:

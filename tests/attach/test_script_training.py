@@ -180,13 +180,15 @@ def test_memory_that_a_step_frees_is_kept_for_the_next_as_in_its_profile(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("option", "resuming", "said"),
+    ("option", "resuming", "expected"),
     [
         ("--handler", ["--resume=checkpoints/*.pt"], "--resume=checkpoints/last.pt"),
         ("--auto-resume", [], "the same arguments"),
     ],
 )
-def test_stopped_it_goes_on_by_its_own_checkpoint(tmp_path: Path, option: str, resuming: list[str], said: str) -> None:
+def test_stopped_it_goes_on_by_its_own_checkpoint(
+    tmp_path: Path, option: str, resuming: list[str], expected: str
+) -> None:
     began = time.time()
     workload = {**OWN, "arguments": [*OWN["arguments"], option], "resume_arguments": resuming}
     run, ended = train(tmp_path / "run", workload | LONG, at_step(6, signal.SIGUSR2))
@@ -203,7 +205,7 @@ def test_stopped_it_goes_on_by_its_own_checkpoint(tmp_path: Path, option: str, r
     assert result.starts_s is not None
     assert result.train_time_s + result.starts_s < use.node_seconds < time.time() - began
     assert all("; the script ended at step " in detail for detail in details(run, "preempted"))
-    assert details(run, "resumed") == [f"goes on by itself, with {said}"]
+    assert details(run, "resumed") == [f"goes on by itself, with {expected}"]
     output = "".join(path.read_text() for path in (run.train().root / "script").glob("*.log"))
     assert output.count("resumed at epoch") == 2
     # the other one may have lost its peer before

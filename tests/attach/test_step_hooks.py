@@ -36,35 +36,35 @@ class Recorder(Listener):
     """A listener that records the calls of the hooks."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     def loading_begins(self, loader: object) -> None:
-        self.told.append("begin")
+        self.calls.append("begin")
 
     def batch_loaded(self, loader: object, waited_s: float) -> None:
-        self.told.append("batch")
+        self.calls.append("batch")
 
     def evaluating(self) -> None:
-        self.told.append("evaluation")
+        self.calls.append("evaluation")
 
     def forward_begins(self, samples: int) -> None:
-        self.told.append(f"forward {samples}")
+        self.calls.append(f"forward {samples}")
 
     def pass_unused(self, samples: int) -> None:
-        self.told.append(f"unused {samples}")
+        self.calls.append(f"unused {samples}")
 
     def gradients_ready(self) -> None:
-        self.told.append("ready")
+        self.calls.append("ready")
 
     def step_ends(self) -> None:
-        self.told.append("step")
+        self.calls.append("step")
 
     def trains_anew(self, missed: int = 0) -> bool:
-        self.told.append(f"again {missed}")
-        return self.told.count("step") < 5
+        self.calls.append(f"again {missed}")
+        return self.calls.count("step") < 5
 
     def begins_anew(self) -> None:
-        self.told.append("anew")
+        self.calls.append("anew")
 
 
 def backward(model: nn.Module, batch: int, width: int = 4) -> torch.Tensor:
@@ -172,15 +172,15 @@ def test_of_several_loaders_the_last_one_with_as_many_items_has_given_the_batch(
 
 def test_passes_without_gradients_over_the_batches_of_a_step_are_no_evaluation() -> None:
     """As of contrastive losses over several parts: features first, then each part again with gradients."""
-    told: list[object] = []
+    calls: list[object] = []
     model = nn.Linear(1, 1)
 
     class Telling(Listener):
         def forward_begins(self, samples: int) -> None:
-            told.append(samples)
+            calls.append(samples)
 
         def evaluating(self) -> None:
-            told.append("evaluation")
+            calls.append("evaluation")
 
     hooks = Hooks(Telling())
     loader = DataLoader(TensorDataset(torch.zeros(16, 1)), 4)
@@ -203,7 +203,7 @@ def test_passes_without_gradients_over_the_batches_of_a_step_are_no_evaluation()
         del training
         with torch.no_grad():
             hooks._before_forward(model, (given(other),), {})
-    assert told == [4, 4, 4, 4, "evaluation"] * 2
+    assert calls == [4, 4, 4, 4, "evaluation"] * 2
 
 
 @pytest.mark.parametrize("collate", [None, list])
@@ -657,13 +657,13 @@ def wrapped_again() -> None:
 def names_of_wrapped(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     model = DistributedDataParallel(nn.Linear(4, 2))
-    told = [model_of(torch.optim.SGD(model.parameters(), 0.1)), name_of(model.module)]
-    (folder / "told.json").write_text(json.dumps(told))
+    names = [model_of(torch.optim.SGD(model.parameters(), 0.1)), name_of(model.module)]
+    (folder / "results.json").write_text(json.dumps(names))
 
 
 def test_a_wrapped_model_has_the_name_that_the_script_has_for_it(tmp_path: Path) -> None:
     start_workers(1, names_of_wrapped, tmp_path)
-    assert json.loads((tmp_path / "told.json").read_text()) == ["Linear", "Linear"]
+    assert json.loads((tmp_path / "results.json").read_text()) == ["Linear", "Linear"]
 
 
 def wrapped() -> None:
@@ -838,7 +838,7 @@ def tell(case: str, rank: int, folder: Path) -> None:
     listener = Recorder()
     Hooks(listener).install()
     CASES[case][0]()
-    (folder / "told.json").write_text(json.dumps(listener.told))
+    (folder / "results.json").write_text(json.dumps(listener.calls))
 
 
 class Case:
@@ -854,19 +854,19 @@ class Case:
 @pytest.mark.parametrize("name", CASES)
 def test_steps_are_told_in_order(name: str, tmp_path: Path) -> None:
     start_workers(1, Case(name), tmp_path)
-    told = json.loads((tmp_path / "told.json").read_text())
-    assert " ".join(told) == CASES[name][1].replace(",", "")
+    calls = json.loads((tmp_path / "results.json").read_text())
+    assert " ".join(calls) == CASES[name][1].replace(",", "")
 
 
 def count_further(rank: int, folder: Path) -> None:
     hooks = Hooks(Listener()).install()
     with_a_second_training()
-    (folder / "told.json").write_text(str(hooks.further_steps))
+    (folder / "results.json").write_text(str(hooks.further_steps))
 
 
 def test_steps_of_further_trainings_are_counted_apart(tmp_path: Path) -> None:
     start_workers(1, count_further, tmp_path)
-    assert (tmp_path / "told.json").read_text() == "2"
+    assert (tmp_path / "results.json").read_text() == "2"
 
 
 def count_searches(rank: int, folder: Path) -> None:
@@ -879,12 +879,12 @@ def count_searches(rank: int, folder: Path) -> None:
     with mock.patch("gc.get_objects", wraps=gc.get_objects) as search:
         for _ in range(10):
             optimizers[0].step()
-    (folder / "told.json").write_text(str(search.call_count))
+    (folder / "results.json").write_text(str(search.call_count))
 
 
 def test_objects_are_not_searched_at_every_step_of_a_model_before_the_largest_wrapped_one(tmp_path: Path) -> None:
     start_workers(1, count_searches, tmp_path)
-    assert (tmp_path / "told.json").read_text() == "0"
+    assert (tmp_path / "results.json").read_text() == "0"
 
 
 def count_calls(rank: int, folder: Path) -> None:
@@ -906,13 +906,13 @@ def count_calls(rank: int, folder: Path) -> None:
     sys.setprofile(note)
     hooks_cost.step(batches, model, optimizer)
     sys.setprofile(None)
-    (folder / "told.json").write_text(json.dumps([watch.training.steps, calls]))
+    (folder / "results.json").write_text(json.dumps([watch.training.steps, calls]))
 
 
 def test_a_step_like_those_before_takes_few_calls(tmp_path: Path) -> None:
     """Code that has left the processor's caches takes 2 to 3 µs a call, of a step that may take 9 ms."""
     start_workers(1, count_calls, tmp_path)
-    steps, calls = json.loads((tmp_path / "told.json").read_text())
+    steps, calls = json.loads((tmp_path / "results.json").read_text())
     assert steps == 33
     assert "step_ends" in calls
     assert len(calls) <= MOST_CALLS, calls
@@ -936,35 +936,35 @@ def copied(rank: int, folder: Path) -> None:
     copies = [copy.deepcopy(model)]
     torch.save(model, folder / "model.pt")
     copies.append(torch.load(folder / "model.pt", weights_only=False))
-    listener.told.clear()
+    listener.calls.clear()
     for each in (*copies, model):
         backward(each, 3)
     optimizer.step()
-    told = [*listener.told, b"tula" in (folder / "model.pt").read_bytes()]
-    (folder / "told.json").write_text(json.dumps(told))
+    results = [*listener.calls, b"tula" in (folder / "model.pt").read_bytes()]
+    (folder / "results.json").write_text(json.dumps(results))
 
 
 def test_a_script_may_copy_and_save_its_model_as_a_whole(tmp_path: Path) -> None:
     start_workers(1, copied, tmp_path)
-    assert json.loads((tmp_path / "told.json").read_text()) == ["forward 3", "ready", "step", False]
+    assert json.loads((tmp_path / "results.json").read_text()) == ["forward 3", "ready", "step", False]
 
 
 @pytest.mark.parametrize(("asked", "samples"), [((8,), [8, 8]), ((5,), [5, 3]), ((), [5, 3])])
 def test_where_time_comes_first_samples_are_as_many_as_were_asked_for(asked: Any, samples: list[int]) -> None:
-    told: list[int] = []
+    calls: list[int] = []
 
     class Asked(Listener):
         def asked(self) -> Any:
             return asked
 
         def forward_begins(self, samples: int) -> None:
-            told.append(samples)
+            calls.append(samples)
 
     hooks = Hooks(Asked())
     # the last of an epoch is shorter
     for steps in (5, 3):
         hooks._before_forward(nn.LSTM(2, 2), (torch.zeros(steps, 8, 2),), {})
-    assert told == samples
+    assert calls == samples
 
 
 def count_around(rank: int, folder: Path) -> None:
@@ -974,13 +974,13 @@ def count_around(rank: int, folder: Path) -> None:
         optimizer = torch.optim.SGD(each.parameters(), 0.1)
         backward(each, 3)
         optimizer.step()
-    told = [hooks.optimizer is optimizer, name_of(hooks.model or other), [model_of(each) for each in hooks.others]]
-    (folder / "told.json").write_text(json.dumps(told))
+    results = [hooks.optimizer is optimizer, name_of(hooks.model or other), [model_of(each) for each in hooks.others]]
+    (folder / "results.json").write_text(json.dumps(results))
 
 
 def test_a_model_counts_by_the_name_that_the_script_has_for_it(tmp_path: Path) -> None:
     start_workers(1, count_around, tmp_path)
-    assert json.loads((tmp_path / "told.json").read_text()) == [True, "Around", ["Linear"]]
+    assert json.loads((tmp_path / "results.json").read_text()) == [True, "Around", ["Linear"]]
 
 
 def test_a_teacher_within_a_model_is_not_trained() -> None:

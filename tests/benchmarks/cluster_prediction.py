@@ -216,8 +216,8 @@ def _trainings(full: Searched) -> dict[Configuration, float]:
     """Return the seconds of a whole training at each configuration, with measured steps."""
     epochs = measured_epochs(full.measured, full.measured[0].dataset_samples)
     plan = make_plan(full.sweep, full.cluster, full.measured)
-    beside = {c.configuration: c.wall_time_s - c.train_time_s for c in plan.candidates}
-    return {c: beside[c] + full.sweep.workload.epochs * seconds for c, seconds in epochs.items()}
+    other_s = {c.configuration: c.wall_time_s - c.train_time_s for c in plan.candidates}
+    return {c: other_s[c] + full.sweep.workload.epochs * seconds for c, seconds in epochs.items()}
 
 
 def _for_objective(searched: Searched, name: str) -> Searched:

@@ -78,7 +78,7 @@ class Watch:
             root=run.root, label="main", job_id="1", samples=10**9, global_batch=batch * workers,
             log_interval_steps=LOG_STEPS, between_s=3600.0, configuration=(1, workers, batch), **settings,
         )  # fmt: skip
-        report = run.root / "said.json"
+        report = run.root / "message.json"
         spec = ChildSpec(
             mode="train", program=Script(Path("x.py"), None, ()), home=folder, message_file=report, parent=0, rank=rank,
             world_size=workers, settings=own_settings.model_dump(),

@@ -288,7 +288,7 @@ def test_a_time_limit_below_train_minutes_fails_whoever_sets_it(source: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "expected"),
     [
         ({"cpus_per_worker": 9}, "9 cores"),
         ({"memory_gb": 64.0}, "memory"),
@@ -296,10 +296,10 @@ def test_a_time_limit_below_train_minutes_fails_whoever_sets_it(source: str) -> 
         ({"constraint": "a100"}, "constraint"),
     ],
 )
-def test_a_job_that_no_node_fits_fails_and_says_why(settings: dict[str, object], told: str) -> None:
+def test_a_job_that_no_node_fits_fails_and_says_why(settings: dict[str, object], expected: str) -> None:
     (verdict,) = on_site(Topic.NODES, CPU.model_copy(update=settings))
     assert verdict.level is Level.FAILED
-    assert told in verdict.found
+    assert expected in verdict.found
     assert level(on_site(Topic.NODES)) is Level.OK
 
 
@@ -431,9 +431,9 @@ def test_a_device_that_no_node_has_is_said_once_and_names_the_other_one() -> Non
     text = "DeviceError: Slurm granted 2 GPUs, but torch sees none: no driver"
     errors = dict.fromkeys((Probe.DEVICE, Probe.COMPUTE, Probe.TRANSFER), text)
     reports = [report(rank, errors=errors) for rank in range(2)]
-    said = [each for each in judge_job(GPU, WORKLOAD, reports, 2) if text in each.found]
-    assert [each.topic for each in said] == [Topic.DEVICES]
-    assert said[0].remedy.startswith('if these nodes have no GPUs, device = "cpu" in the cluster file; else ')
+    messages = [each for each in judge_job(GPU, WORKLOAD, reports, 2) if text in each.found]
+    assert [each.topic for each in messages] == [Topic.DEVICES]
+    assert messages[0].remedy.startswith('if these nodes have no GPUs, device = "cpu" in the cluster file; else ')
     one = [report(0, errors=errors), report(1, device=V100)]
     assert all("no GPUs" not in each.remedy for each in judge_job(GPU, WORKLOAD, one, 2))
 

@@ -120,8 +120,10 @@ def test_half_a_line_is_taken_back(tmp_path: Path, room: int) -> None:
     whole = path.read_bytes()
     with no_file_above(len(whole) + room), pytest.raises(StorageError) as raised:
         append_record(path, event("x" * 200))
-    said = "File too large: raise the file size limit (ulimit -f), which jobs inherit from the shell that submits them"
-    assert str(raised.value) == f"{path}: cannot be written: {said}"
+    message = (
+        "File too large: raise the file size limit (ulimit -f), which jobs inherit from the shell that submits them"
+    )
+    assert str(raised.value) == f"{path}: cannot be written: {message}"
     assert path.read_bytes() == whole
     append_record(path, event("after"))
     assert details(path) == ["before", "after"]
@@ -268,9 +270,9 @@ def test_a_command_on_a_full_disk_says_so_and_later_goes_on(
     for _ in range(50):
         if main(arguments) == 0:
             break
-        said = capsys.readouterr().err
-        assert "No space left on device; make space there or have the quota raised" in said, said
-        assert "Traceback" not in said
+        output = capsys.readouterr().err
+        assert "No space left on device; make space there or have the quota raised" in output, output
+        assert "Traceback" not in output
         failed += 1
         os.truncate(ballast, max(0, ballast.stat().st_size - 4096))
     assert failed > 1

@@ -109,18 +109,18 @@ main()
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("module", "said"),
+    ("module", "expected"),
     [
         ("argparse", ""),
         ("tula_hpc.command_errors", ""),
         ("tula_hpc.analysis.plan", "\ninterrupted before anything was begun\n"),
     ],
 )
-def test_an_interrupt_while_the_command_is_loaded_is_no_traceback(module: str, said: str) -> None:
+def test_an_interrupt_while_the_command_is_loaded_is_no_traceback(module: str, expected: str) -> None:
     program = INTERRUPTED_AT_AN_IMPORT.format(module=module)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     # the shell reports 130 for both
-    assert (done.returncode, done.stderr) == (130 if said else -signal.SIGINT, said)
+    assert (done.returncode, done.stderr) == (130 if expected else -signal.SIGINT, expected)
 
 
 def test_an_interrupt_that_a_library_would_swallow_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,9 +156,9 @@ def test_a_command_without_handlers_of_its_own_runs_in_a_thread(tmp_path: Path) 
 def test_the_way_to_a_report_is_shown(words: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(words)
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     assert end.value.code == code
-    shown = said.err if code else said.out
+    shown = output.err if code else output.out
     places = [
         shown.index(f"\n  tula {words}") for words in ("init", "attach", "check", "sweep", "status", "plan", "report")
     ]

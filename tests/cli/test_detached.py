@@ -250,9 +250,9 @@ def test_who_detaches_again_to_another_stage_is_followed(
     for until, jobs in (("plan", {"1", "2"}), ("plan", {"1", "2"}), ("report", {"3", "4"})):
         assert detached.carry_on_detached(sweep, until) == 0
         assert set(cluster.jobs) == jobs
-    said = capsys.readouterr().out
-    assert "controller job 1 is cancelled: another one carries on, until report" in said
-    assert "no longer goes on unattended" not in said
+    output = capsys.readouterr().out
+    assert "controller job 1 is cancelled: another one carries on, until report" in output
+    assert "no longer goes on unattended" not in output
 
 
 def test_who_detaches_again_hears_of_the_controller_and_who_stays_takes_over_from_both(
@@ -265,9 +265,9 @@ def test_who_detaches_again_hears_of_the_controller_and_who_stays_takes_over_fro
     assert detached.carry_on_detached(sweep, "report") == 0
     assert "already detached: job 1 carries on" in capsys.readouterr().out
     detached.take_over(sweep)
-    said = capsys.readouterr().out
-    assert "controller job 1 is cancelled: this command carries on instead" in said
-    assert "the sweep no longer goes on unattended" in said
+    output = capsys.readouterr().out
+    assert "controller job 1 is cancelled: this command carries on instead" in output
+    assert "the sweep no longer goes on unattended" in output
     assert cluster.jobs == {}
     assert detached.controllers(sweep) == []
     assert cluster.run.history().is_taken_over()
@@ -316,11 +316,11 @@ def test_a_plain_command_on_a_detached_sweep_waits_and_leaves_it_alone(
     monkeypatch.setattr(detached, "time", Clock(*acts))
     detached.look_on(sweep)
     assert jobs == {"2": "3", "3": "b", "50": ""}, "nothing was cancelled"
-    said = capsys.readouterr()
-    assert "controller job 1 carries this sweep on, and this command waits for the end; --take-over" in said.out
-    assert "1 waiting (the job that it follows is not over); controller job 1 is next" in said.err
-    assert "controller job 3 is next" in said.err
-    assert "is cancelled" not in said.out
+    output = capsys.readouterr()
+    assert "controller job 1 carries this sweep on, and this command waits for the end; --take-over" in output.out
+    assert "1 waiting (the job that it follows is not over); controller job 1 is next" in output.err
+    assert "controller job 3 is next" in output.err
+    assert "is cancelled" not in output.out
     detached.look_on(sweep)
     assert "detached" not in capsys.readouterr().out, "it is not any more: this command goes on"
 
@@ -380,8 +380,8 @@ def test_who_interrupts_hears_what_goes_on_without_the_command(
     assert set(cluster.jobs) == {"1", "2", "50"}
     monkeypatch.setattr("tula_hpc.cli.pipeline.carry_out", lambda *_: interrupt())
     assert work(sweep, "train", here=True) == 130
-    said = capsys.readouterr().err.splitlines()
-    assert said[-3:] == [
+    output = capsys.readouterr().err.splitlines()
+    assert output[-3:] == [
         f"interrupted. To continue, run the same command again, or from anywhere: {sweep.command('--until', 'train')}",
         "no controller job is left: nothing goes on unattended",
         "jobs are left as they are (1 waiting (the job that it follows is not over)); to cancel them: scancel 50",
@@ -394,8 +394,8 @@ def test_who_interrupts_hears_what_goes_on_without_the_command(
 def test_who_comes_while_a_controller_is_at_work_hears_that_it_goes_on_unattended(run: RunDirectory) -> None:
     with detached._in_turn(run), pytest.raises(RunDirectoryError) as refused, run.locked():
         pass
-    said = str(refused.value)
-    assert f"is in use by process {os.getpid()} on " in said
-    assert "(controller job 17 of this sweep, which goes on unattended)" in said
-    assert command_line("status", str(run.root)) in said
+    message = str(refused.value)
+    assert f"is in use by process {os.getpid()} on " in message
+    assert "(controller job 17 of this sweep, which goes on unattended)" in message
+    assert command_line("status", str(run.root)) in message
     assert holder_of(run.root / ".lock").process == os.getpid()

@@ -243,8 +243,8 @@ def test_a_run_without_a_cluster_file_is_called_that_where_one_is_given(sweep_fi
     measure(run)
     with pytest.raises(RunDirectoryError) as raised:
         check_run(spec, ClusterSpec(executor="slurm", partition="batch", memory_gb=4.0), run.root)
-    said = "was made without --cluster, on this machine; to measure on Slurm use another --run-dir"
-    assert str(raised.value) == f"{run.cluster_file}: {said}"
+    message = "was made without --cluster, on this machine; to measure on Slurm use another --run-dir"
+    assert str(raised.value) == f"{run.cluster_file}: {message}"
 
 
 def test_other_inputs_wait_for_the_jobs_of_the_earlier_ones(sweep_file: Path) -> None:
@@ -595,11 +595,11 @@ def test_keys_of_a_partition_are_free_as_those_of_the_cluster(
     error = capsys.readouterr().err
     assert "cluster.toml: partitions.dear.pricing.usd_per_node_hour: not set before, 5 from now on" in error
     assert "cluster.toml: partitions.v1.pricing.x.account: spent before, rich from now on" in error
-    for keys, said in {
+    for keys, message in {
         "v1.pricing.x.max_nodes=1": r"  partitions\.v1\.pricing\.x\.max_nodes: not set before, 1 now\n",
         "dear.workers_per_node=2": r"  partitions\.dear\.workers_per_node: not set before, 2 now\n",
     }.items():
-        with pytest.raises(RunDirectoryError, match=said):
+        with pytest.raises(RunDirectoryError, match=message):
             check_run(*inputs("dear.pricing.usd_per_node_hour=5", "v1.pricing.x.account=rich", keys), run.root)
     cluster_file.write_text("".join(['executor = "local"\n', *reversed(tables)]))
     with pytest.raises(RunDirectoryError, match=r'  partitions: \["v1\.pricing\.x", "dear"\] before, \["dear", "v1'):
@@ -633,8 +633,8 @@ def test_a_mistake_that_the_trial_finds_names_the_sweep_file(
 
     monkeypatch.setattr("tula_hpc.cli.dry_run.rehearse", find)
     assert main([str(sweep_file), *TRIED, "--dry-run"]) == 2
-    said = f"{sweep_file}: workload.model: mine:net returned None\nNothing was submitted.\n"
-    assert capsys.readouterr().err.endswith(f"\n{said}")
+    message = f"{sweep_file}: workload.model: mine:net returned None\nNothing was submitted.\n"
+    assert capsys.readouterr().err.endswith(f"\n{message}")
 
 
 def test_data_of_the_compute_nodes_alone_need_a_word(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -721,15 +721,15 @@ def test_a_key_that_changes_nothing_is_named(
 ) -> None:
     given = [part for each in settings for part in ("--set", each)]
     assert main([str(sweep_file), "--dry-run", *given]) == 0
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == bool(key)
+    output = capsys.readouterr().err.splitlines()
+    assert len(output) == bool(key)
     file = sweep_file if "." in key else "cluster"
-    assert not key or said[0].startswith(f"warning: {file}: {key}: changes nothing: ")
-    assert words in "".join(said)
+    assert not key or output[0].startswith(f"warning: {file}: {key}: changes nothing: ")
+    assert words in "".join(output)
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "expected"),
     [
         (["small_batch=63"], ""),
         (["small_batch=64"], "training.small_batch: 64 is not below search.max_batch, 64: "),
@@ -740,13 +740,13 @@ def test_a_key_that_changes_nothing_is_named(
     ],
 )
 def test_a_reference_batch_above_every_batch_is_named(
-    sweep_file: Path, capsys: pytest.CaptureFixture[str], settings: list[str], said: str
+    sweep_file: Path, capsys: pytest.CaptureFixture[str], settings: list[str], expected: str
 ) -> None:
     given = [part for each in settings for part in ("--set", f"training.{each}")]
     assert main([str(sweep_file), "--dry-run", *given]) == 0
     error = capsys.readouterr().err
-    assert said in error
-    assert len(error.splitlines()) == bool(said)
+    assert expected in error
+    assert len(error.splitlines()) == bool(expected)
 
 
 @pytest.mark.processes
@@ -798,9 +798,9 @@ def test_an_interrupt_ends_a_command_though_slurm_does_not_answer(
     assert command.work(sweep, "report") == 130
     once_more.join()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    said = capsys.readouterr().err
-    assert "interrupted. To continue, run the same command again, or from anywhere: cd " in said
-    assert "unless they are over: Slurm does not answer; to cancel them: scancel 7" in said
+    output = capsys.readouterr().err
+    assert "interrupted. To continue, run the same command again, or from anywhere: cd " in output
+    assert "unless they are over: Slurm does not answer; to cancel them: scancel 7" in output
 
 
 def test_an_interrupt_before_the_work_is_told(
@@ -869,8 +869,8 @@ def test_status_and_the_command_say_the_same_of_a_lost_file(
     assert refused.endswith(f"{words}\n")
     assert refused.count("\n") == 1
     assert status.main([str(run.root), "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert (told["state"], told["words"]) == ("failed", refused.rstrip("\n"))
+    output = json.loads(capsys.readouterr().out)
+    assert (output["state"], output["words"]) == ("failed", refused.rstrip("\n"))
 
 
 def test_a_foreign_folder_is_not_taken_over(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -1069,9 +1069,9 @@ def test_a_dry_run_refuses_what_fits_nowhere_as_the_sweep_would(
     cluster.write_text('executor = "slurm"\ndevice = "cuda"\ngres = "gpu:1"\ndevice_memory_gb = 0.001\n')
     small = ("--set", "workload.model=tula_hpc.workloads.small_cnns:compact_cnn")
     assert main([str(sweep_file), "--cluster", str(cluster), "--dry-run", *TRIED, *small]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.splitlines()[-1].startswith("no batch fits into memory: by an estimate a worker uses ")
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.splitlines()[-1].startswith("no batch fits into memory: by an estimate a worker uses ")
 
 
 def test_a_dry_run_where_the_data_are_not_keeps_to_what_fits_as_the_sweep_would_where_they_are(
@@ -1120,9 +1120,9 @@ def test_loaders_that_take_all_cores_of_a_gpus_worker_are_warned_of(
     cluster_file = sweep_file.parent / "c.toml"
     cluster_file.write_text(f'executor = "slurm"\n{more}')
     load_inputs(_parser().parse_args([str(sweep_file), "--cluster", str(cluster_file)]))
-    said = capsys.readouterr().err.splitlines()
-    assert [line.split(": ")[2] for line in said] == named
-    assert all(f"warning: {cluster_file}: " in line and "expected at least 3, better 4" in line for line in said)
+    output = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[2] for line in output] == named
+    assert all(f"warning: {cluster_file}: " in line and "expected at least 3, better 4" in line for line in output)
 
 
 def test_dry_run_of_a_cluster_with_parts(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -1144,30 +1144,30 @@ def test_dry_run_of_a_run_that_was_begun_says_what_is_left(
     run.sweep_file.write_text(freeze(load_sweep(run.sweep_file, check_paths=False)))
     run.cluster_file.write_text(freeze(load_cluster(run.cluster_file)))
 
-    def said(*changed: str) -> str:
+    def dry_run(*changed: str) -> str:
         before = run.events_file.read_text()
         command = [str(run.sweep_file), "--cluster", str(run.cluster_file), "--run-dir", str(run.root), "--dry-run"]
         assert main([*command, *changed]) == 0
         assert run.events_file.read_text() == before
         return capsys.readouterr().out
 
-    measured = said()
+    measured = dry_run()
     assert "first it waits for the jobs of earlier commands: profile job 17\n" in measured
     assert "21 candidates, and nothing is left to profile\n" in measured
     assert "if 4 nodes are chosen" in measured
     make_run(tmp_path / "planned", stage="plan").plan_file.rename(run.plan_file)
     run.log_event("ended", "profile", job_id="17")
-    planned, chosen = said(), run.read_plan().chosen
+    planned, chosen = dry_run(), run.read_plan().chosen
     assert f"per submission, at {chosen.configuration} by the plan" in planned
     assert "waits" not in planned
     assert planned.count("#!/bin/bash") == 1
-    assert "if 4 nodes are chosen" in said("--set", "objective.kind=cost"), "the plan is made anew"
+    assert "if 4 nodes are chosen" in dry_run("--set", "objective.kind=cost"), "the plan is made anew"
     run.log_event("submitted", "train", job_id="18", data={"label": "main"})
-    training = said()
+    training = dry_run()
     assert "jobs of earlier commands: train job 18\n" in training
     assert "candidates" not in training
     write_training(run, epochs_done=EPOCHS)
-    over = said()
+    over = dry_run()
     assert over.splitlines()[1:] == ["the training is over: nothing is submitted, and the report is written again"]
 
 
@@ -1183,22 +1183,22 @@ def test_a_sweep_says_which_objective_it_trains_by_where_that_is_not_its_own(
         run.read_plan(),
     )
 
-    def said(**changed: object) -> str:
+    def note(**changed: object) -> str:
         _say_plan(sweep, made.model_copy(update=changed))
         return capsys.readouterr().out.splitlines()[0]
 
-    other = said(other_objective=["objective.budget = 9.0"])
+    other = note(other_objective=["objective.budget = 9.0"])
     assert other.startswith(f"objective: objective.budget = 9.0, by {run.plan_file} (tula plan --write), not as in ")
     assert other.endswith(f"{run.sweep_file}; deleting plan.json undoes that")
-    assert said(objective="cost").startswith('objective: objective.kind = "cost", by ')
-    assert said().startswith("plan: ")
+    assert note(objective="cost").startswith('objective: objective.kind = "cost", by ')
+    assert note().startswith("plan: ")
     doubtful = made.model_copy(update={"warnings": ["one", "two"]})
     _say_plan(sweep, doubtful, is_new=False)
     continued = capsys.readouterr().out
     assert f"plan: {doubtful.chosen.configuration}, as before, with 2 remarks: " in continued
     assert "warning: one" not in continued
     run.log_event("submitted", "train", job_id="18")
-    assert said(objective="cost").endswith(str(run.sweep_file)), "the training follows that plan"
+    assert note(objective="cost").endswith(str(run.sweep_file)), "the training follows that plan"
 
 
 def test_a_plan_without_its_measurements_is_said_before_they_are_made_again(
@@ -1248,13 +1248,13 @@ def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(
         )
     priceless = sweep._replace(cluster=load_cluster(run.cluster_file, ["pricing={}"]))
     _say_what_it_takes(priceless, plan.model_copy(update={**changed, "profile_share": 0.2}))
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
         "was not measured, as its profile would cost 20 % of the training's node-seconds. "
         "Its numbers are predicted by a model."
-    ) in said
-    assert "cluster file; set your price there.\n" in said
-    assert "profiling took 80 node-seconds, more than this training (1); search.max_profiles limits it" in said
+    ) in output
+    assert "cluster file; set your price there.\n" in output
+    assert "profiling took 80 node-seconds, more than this training (1); search.max_profiles limits it" in output
     inputs = (str(run.sweep_file), "--cluster", str(run.cluster_file), "--run-dir", str(run.root))
     assert (
         following
@@ -1294,9 +1294,9 @@ def test_the_cost_at_the_end_says_where_its_price_is_the_default(tmp_path: Path,
     run = make_run(tmp_path / "run", stage="plan")
     values = [] if price is None else [f"pricing.usd_per_node_hour={price}"]
     cluster = load_cluster(run.cluster_file, ["pricing={}", *values])
-    said = _cost(Sweep(load_sweep(run.sweep_file, check_paths=False), cluster, run), run.read_plan(), None)
+    text = _cost(Sweep(load_sweep(run.sweep_file, check_paths=False), cluster, run), run.read_plan(), None)
     usual = "; at 1.00 USD per node and hour, the default of pricing.usd_per_node_hour"
-    assert said.endswith(usual) == (price is None), said
+    assert text.endswith(usual) == (price is None), text
 
 
 def test_the_end_says_whether_fewer_epochs_are_fewer_steps(tmp_path: Path) -> None:

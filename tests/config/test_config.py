@@ -57,7 +57,7 @@ def complaint(load: Load, content: str | bytes, overrides: Sequence[str] = ()) -
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         # unknown keys
         ('[workload]\nmodle = "resnet18"', r"workload\.modle: unknown key \(did you mean 'model'\?\)$"),
@@ -120,9 +120,9 @@ def complaint(load: Load, content: str | bytes, overrides: Sequence[str] = ()) -
         (f'[workload]\ndataset = "cifar10"\ndata_dir = "{"x" * 5000}"', r"workload\.data_dir: .*File name too long"),
     ],
 )  # fmt: skip
-def test_a_mistake_in_a_sweep_is_one_line(here: Path, text: str, said: str) -> None:
+def test_a_mistake_in_a_sweep_is_one_line(here: Path, text: str, message: str) -> None:
     line = complaint(load_sweep, NAME + text)
-    assert re.match(rf"in\.toml: {said}", line), line
+    assert re.match(rf"in\.toml: {message}", line), line
     assert line.isprintable()
 
 
@@ -137,19 +137,19 @@ def test_a_module_that_only_lies_beside_the_sweep_file_is_said_to_lie_there(here
         "module": '[workload]\nmodule = "net"\nsamples = 100\nepochs = 1\narguments = ["{local_batch}"]\n',
     }
     (folder / "own.toml").write_text(NAME + tables[key])
-    with pytest.raises(InputError) as told:
+    with pytest.raises(InputError) as raised:
         load_sweep(folder / "own.toml")
     # once, though two keys name the module
-    assert len(str(told.value).splitlines()) == 1
+    assert len(str(raised.value).splitlines()) == 1
     looked = f'in the working directory, "{here}", or the installed packages; it lies beside the sweep file'
-    assert str(told.value).endswith(f'{looked}: start the command in "{folder}"')
+    assert str(raised.value).endswith(f'{looked}: start the command in "{folder}"')
     (folder / "net.py").unlink()
     with pytest.raises(InputError, match="packages; install it, or start the command in its folder"):
         load_sweep(folder / "own.toml")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("max_nodes = 0", "max_nodes: expected at least 1, got 0"),
         ('device = "gpu"', "device: expected 'cpu' or 'cuda', got \"gpu\""),
@@ -201,15 +201,15 @@ def test_a_module_that_only_lies_beside_the_sweep_file_is_said_to_lie_there(here
         ("[environment]\nA = 1", "environment.A: expected text in quotes, got a value that is not shown"),
     ],
 )  # fmt: skip
-def test_a_mistake_in_a_cluster_is_one_line(here: Path, text: str, said: str) -> None:
+def test_a_mistake_in_a_cluster_is_one_line(here: Path, text: str, message: str) -> None:
     name = "" if text.startswith("name") else NAME
     line = complaint(load_cluster, name + text)
-    assert re.match(rf"in\.toml: {said}", line), line
+    assert re.match(rf"in\.toml: {message}", line), line
     assert line.isprintable()
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"", "name: is required"),
         (b'name = "x y"', 'name: expected at most 64 letters, digits, .*, got "x y"'),
@@ -226,9 +226,9 @@ def test_a_mistake_in_a_cluster_is_one_line(here: Path, text: str, said: str) ->
     ],
     ids=range(12),
 )  # fmt: skip
-def test_a_file_that_is_no_sweep(here: Path, content: bytes, said: str) -> None:
+def test_a_file_that_is_no_sweep(here: Path, content: bytes, message: str) -> None:
     line = complaint(load_sweep, content)
-    assert re.match(rf"in\.toml: {said}", line), line
+    assert re.match(rf"in\.toml: {message}", line), line
     assert line.isprintable()
 
 
@@ -249,9 +249,11 @@ def test_a_run_directory_in_place_of_a_file_is_told_its_files(tmp_path: Path) ->
         load_sweep(tmp_path)
 
 
-@pytest.mark.parametrize(("path", "said"), [("gone.toml", "no such file"), (".", "is a folder; expected a TOML file")])
-def test_a_file_that_cannot_be_read(here: Path, path: str, said: str) -> None:
-    with pytest.raises(InputError, match=said):
+@pytest.mark.parametrize(
+    ("path", "message"), [("gone.toml", "no such file"), (".", "is a folder; expected a TOML file")]
+)
+def test_a_file_that_cannot_be_read(here: Path, path: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         load_sweep(Path(path))
 
 
@@ -263,7 +265,7 @@ def test_what_is_no_file_is_neither_waited_for_nor_read_to_its_end(here: Path, p
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("workload.epochs", "--set: expected section.key=value, got 'workload.epochs'"),
         ("=3", "--set: expected section.key=value, got '=3'"),
@@ -280,9 +282,9 @@ def test_what_is_no_file_is_neither_waited_for_nor_read_to_its_end(here: Path, p
     ],
     ids=range(12),
 )
-def test_a_mistake_on_the_command_line(here: Path, override: str, said: str) -> None:
+def test_a_mistake_on_the_command_line(here: Path, override: str, message: str) -> None:
     line = complaint(load_sweep, NAME, [override])
-    assert line.startswith(said)
+    assert line.startswith(message)
     assert line.isprintable()
 
 
@@ -332,7 +334,7 @@ def test_any_form_that_gives_every_worker_a_gpu_is_accepted(here: Path, asked: s
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("asked", "message"),
     [
         ("", 'gres: device = "cuda" on Slurm needs gres = "gpu:4"'),
         ("exclusive = true", 'gres: device = "cuda" on Slurm needs gres = "gpu:4", also with exclusive = true'),
@@ -350,9 +352,11 @@ def test_any_form_that_gives_every_worker_a_gpu_is_accepted(here: Path, asked: s
         ('gres = "gpu:4"\n[sbatch]\ncpus-per-gpu = 8', "sbatch: cpus-per-gpu is set by this program; see cpus_per_w"),
     ],
 )
-def test_a_form_that_leaves_workers_without_a_gpu_of_their_own_is_one_line(here: Path, asked: str, said: str) -> None:
+def test_a_form_that_leaves_workers_without_a_gpu_of_their_own_is_one_line(
+    here: Path, asked: str, message: str
+) -> None:
     line = complaint(load_cluster, NAME + FOUR_GPUS + asked)
-    assert line.startswith(f"in.toml: {said}")
+    assert line.startswith(f"in.toml: {message}")
     assert line.isprintable()
 
 
@@ -433,7 +437,7 @@ def test_an_override_reaches_one_partition_by_its_name(here: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tables", "override", "said"),
+    ("tables", "override", "message"),
     [
         (TWO_PARTITIONS, "partitions.cpu.max_nodes=3", "expected partitions.NAME.KEY=VALUE; there is gpu, gpu.large"),
         (TWO_PARTITIONS, "partitions.0.max_nodes=3", "expected partitions.NAME.KEY=VALUE; there is gpu, gpu.large"),
@@ -446,9 +450,9 @@ def test_an_override_reaches_one_partition_by_its_name(here: Path) -> None:
         ),
     ],
 )
-def test_an_override_that_reaches_no_partition_is_refused(here: Path, tables: str, override: str, said: str) -> None:
+def test_an_override_that_reaches_no_partition_is_refused(here: Path, tables: str, override: str, message: str) -> None:
     line = complaint(load_cluster, NAME + tables, [override])
-    assert line == f"--set: {override.partition('=')[0]}: {said}"
+    assert line == f"--set: {override.partition('=')[0]}: {message}"
 
 
 @pytest.mark.parametrize("table", ["", '[[partitions]]\npartition = "a"\n'])
@@ -565,8 +569,8 @@ def test_an_entry_point_is_found_where_an_editable_install_says(here: Path, monk
 def test_an_own_module_with_an_installed_ones_name_is_told(here: Path) -> None:
     """Jobs would import the installed one."""
     Path("wave.py").write_text("def net(classes, image_size): ...")
-    said = complaint(load_sweep, f'{NAME}[workload]\nmodel = "wave:net"')
-    assert f"/wave.py defines no 'net'; it hides {here / 'wave.py'}, which needs another name" in said
+    message = complaint(load_sweep, f'{NAME}[workload]\nmodel = "wave:net"')
+    assert f"/wave.py defines no 'net'; it hides {here / 'wave.py'}, which needs another name" in message
 
 
 def test_a_dot_in_place_of_the_colon_is_seen(here: Path) -> None:
@@ -581,8 +585,8 @@ def test_a_dot_in_place_of_the_colon_is_seen(here: Path) -> None:
 )
 def test_a_function_that_cannot_be_called_as_it_will_be_is_refused_before_any_job(here: Path, takes: str) -> None:
     Path("mine.py").write_text(f"def net({takes}): ...")
-    said = complaint(load_sweep, f'{NAME}[workload]\nmodel = "mine:net"')
-    assert "mine.py defines it so that it cannot be called with (classes, image_size)" in said
+    message = complaint(load_sweep, f'{NAME}[workload]\nmodel = "mine:net"')
+    assert "mine.py defines it so that it cannot be called with (classes, image_size)" in message
 
 
 @pytest.mark.parametrize(
@@ -601,15 +605,16 @@ def test_an_entry_point_that_is_bound_with_others_or_below_with(here: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("source", "said"), [("def other(): ...", "defines no 'net'"), ("def (", "is not valid Python"), ("\0", "Python")]
+    ("source", "message"),
+    [("def other(): ...", "defines no 'net'"), ("def (", "is not valid Python"), ("\0", "Python")],
 )
-def test_an_entry_point_without_the_function(here: Path, source: str, said: str) -> None:
+def test_an_entry_point_without_the_function(here: Path, source: str, message: str) -> None:
     Path("mine.py").write_text(source)
-    assert said in complaint(load_sweep, f'{NAME}[workload]\nmodel = "mine:net"')
+    assert message in complaint(load_sweep, f'{NAME}[workload]\nmodel = "mine:net"')
 
 
 @pytest.mark.parametrize(
-    ("sweep", "cluster", "said"),
+    ("sweep", "cluster", "message"),
     [
         ({"search": {"cluster_sizes": [2, 8]}}, {"max_nodes": 4}, "s: search.cluster_sizes: 8 nodes, but c has max"),
         ({"workload": {"precision": "fp16"}}, {}, 's: workload.precision: fp16 needs device = "cuda"'),
@@ -620,12 +625,12 @@ def test_an_entry_point_without_the_function(here: Path, source: str, said: str)
         ),
     ],
 )  # fmt: skip
-def test_a_sweep_that_the_cluster_cannot_run(sweep: dict[str, Any], cluster: dict[str, Any], said: str) -> None:
+def test_a_sweep_that_the_cluster_cannot_run(sweep: dict[str, Any], cluster: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as raised:
         check_together(
             SweepSpec.model_validate({"name": "a"} | sweep), ClusterSpec.model_validate(cluster), Path("s"), Path("c")
         )
-    assert str(raised.value).startswith(said)
+    assert str(raised.value).startswith(message)
 
 
 @given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 5000), st.integers(0, 5000))
@@ -724,8 +729,8 @@ def test_a_file_of_the_other_kind_is_called_what_it_is(here: Path) -> None:
 
 def test_a_cluster_of_slurm_says_so(here: Path) -> None:
     for key, text in (("partition", 'partition = "batch"\n'), ("partitions", '[[partitions]]\npartition = "a"\n')):
-        said = complaint(load_cluster, text)
-        assert said.startswith(
+        message = complaint(load_cluster, text)
+        assert message.startswith(
             f'in.toml: executor: is missing, and {key} is for Slurm; add executor = "slurm", or "local"'
         )
     dashes = complaint(load_cluster, 'executor = "slurm"\n[sbatch]\n"--mail-type" = "ALL"\n')

@@ -37,14 +37,14 @@ def no_umask() -> Iterator[None]:
     os.umask(before)
 
 
-def told(path: Path) -> Callable[[], None]:
+def write_variables(path: Path) -> Callable[[], None]:
     """A job that tells what it sees, when it is asked."""
 
     def job() -> None:
         (path / "in job").touch()
         while not (path / "leave job").exists():
             time.sleep(0.02)
-        (path / "told").write_text(f"{os.environ['TOKEN']} {os.environ['KEY']}")
+        (path / "variables").write_text(f"{os.environ['TOKEN']} {os.environ['KEY']}")
 
     return job
 
@@ -75,13 +75,13 @@ def test_no_command_line_of_a_job_on_this_machine_shows_a_secret(tmp_path: Path,
     waits = f"touch '{tmp_path}/in setup'; while [ ! -e '{tmp_path}/leave setup' ]; do sleep 0.02; done"
     cluster = ClusterSpec(setup=(f"export KEY={SECRET}", waits), environment={"TOKEN": SECRET}, workers_per_node=2)
     launcher = Launcher(cluster, RunDirectory(tmp_path / "run").create(), "tula-x")
-    (job,) = launcher.submit([told(tmp_path)], stage="train", nodes=1, minutes=1)
+    (job,) = launcher.submit([write_variables(tmp_path)], stage="train", nodes=1, minutes=1)
     for stage, processes in {"setup": 1, "job": 4}.items():  # the shell; its controller and two workers
         seen = look(tmp_path, stage)
         assert len([line for line in seen if str(job.folder).encode() in line]) >= processes
         assert [line for line in seen if SECRET.encode() in line] == []
     launcher.wait([job])
-    assert (tmp_path / "told").read_text() == f"{SECRET} {SECRET}"
+    assert (tmp_path / "variables").read_text() == f"{SECRET} {SECRET}"
     assert (job.folder / SETUP_FILE).stat().st_mode & 0o777 == 0o600
     assert {path.stat().st_mode & 0o777 for path in job.folder.glob("*.pkl")} == {0o600}
 
@@ -89,10 +89,10 @@ def test_no_command_line_of_a_job_on_this_machine_shows_a_secret(tmp_path: Path,
 @pytest.mark.processes
 def test_a_batch_script_has_no_secret_and_its_job_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = FewLines(tmp_path, monkeypatch, **HIDDEN)
-    folder = there.submit(told(tmp_path))
+    folder = there.submit(write_variables(tmp_path))
     (tmp_path / "leave job").touch()
     assert there.run()[0] == 0
-    assert (tmp_path / "told").read_text() == f"{SECRET} {SECRET}"
+    assert (tmp_path / "variables").read_text() == f"{SECRET} {SECRET}"
     assert SECRET not in there.script
     assert "1 line of setup; variables OMP_NUM_THREADS, PYTHONHASHSEED, PYTHONSAFEPATH, TOKEN" in there.script
     assert (folder / SETUP_FILE).stat().st_mode & 0o777 == 0o600
@@ -146,9 +146,9 @@ DRY = ("sweep.toml", "--cluster", "cluster.toml", "--dry-run")
 
 def test_a_dry_run_shows_names_only(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([*DRY])
-    said = capsys.readouterr()
-    assert SECRET not in said.out + said.err
-    assert "1 line of setup; variables OMP_NUM_THREADS, PYTHONHASHSEED, PYTHONSAFEPATH, TOKEN" in said.out
+    output = capsys.readouterr()
+    assert SECRET not in output.out + output.err
+    assert "1 line of setup; variables OMP_NUM_THREADS, PYTHONHASHSEED, PYTHONSAFEPATH, TOKEN" in output.out
 
 
 def test_a_report_shows_names_only(tmp_path: Path) -> None:
@@ -203,11 +203,11 @@ def test_what_differs_from_a_run_is_told_by_name(here: Path, capsys: pytest.Capt
     Path("cluster.toml").write_text(freeze(before.model_copy(update=HIDDEN)))
     assert main([str(run.sweep_file), *DRY[1:], "--run-dir", "run"]) == 2
     assert plan.main(["run", "--set", f"environment.TOKEN={SECRET}"]) == 2
-    said = capsys.readouterr().err
-    assert SECRET not in said
+    output = capsys.readouterr().err
+    assert SECRET not in output
     for line in ("environment.TOKEN: one value before, another now", "environment.A: set before, not set now"):
-        assert line in said
-    assert "measured with another value; to measure with this one, start a sweep with a new --run-dir" in said
+        assert line in output
+    assert "measured with another value; to measure with this one, start a sweep with a new --run-dir" in output
 
 
 @pytest.mark.parametrize(
@@ -224,9 +224,9 @@ def test_set_says_that_the_command_line_is_visible(
     here: Path, capsys: pytest.CaptureFixture[str], key: str, is_told: bool
 ) -> None:
     main([*DRY, "--set", f"{key}={SECRET}"])
-    said = capsys.readouterr().err
-    assert SECRET not in said
-    lines = [line for line in said.splitlines() if line.startswith("warning: --set: ")]
+    output = capsys.readouterr().err
+    assert SECRET not in output
+    lines = [line for line in output.splitlines() if line.startswith("warning: --set: ")]
     assert len(lines) == is_told
     assert not is_told or lines[0].startswith(f"warning: --set: {key}: a command line is visible to everybody")
 

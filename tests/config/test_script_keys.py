@@ -69,7 +69,7 @@ def test_a_module_is_found_and_not_imported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("was", "now", "said"),
+    ("was", "now", "message"),
     [
         ('"train.py"', '"gone.py"', r'workload\.script: no such file: ".*/gone\.py"; check the path'),
         ('"train.py"', '"package"', r'workload\.script: ".*/package" is a folder; expected a training script'),
@@ -114,8 +114,8 @@ def test_a_module_is_found_and_not_imported() -> None:
         ('{local_batch}"', '{local_batch}", "{lr_scale}"', r"training\.method: {lr_scale} is 1 for every batch with"),
         ("epochs = 3", "epochs = 3\n[training]\nclip_norm = 1.0", r"training\.clip_norm: a script does that by itself"),
         *(
-            ("epochs = 3", f"epochs = 3{keys}\n[study]\nbatches = [64]\n{study}", said)
-            for keys, study, said in [
+            ("epochs = 3", f"epochs = 3{keys}\n[study]\nbatches = [64]\n{study}", message)
+            for keys, study, message in [
                 ("", 'methods = ["lars"]\nseeds = [0]', r'study\.methods\.lars: training\.method: "lars" has a rate'),
                 ("", 'methods = ["lbt", "lrs"]\nseeds = [0]', r'study\.methods\.lrs: .* "lrs" needs {lr_scale} in'),
                 ("", 'methods = ["lbt"]', r"study\.seeds: the trainings of all seeds would be the same"),
@@ -131,10 +131,10 @@ def test_a_module_is_found_and_not_imported() -> None:
         ),
     ],
 )  # fmt: skip
-def test_a_mistake_is_one_line(was: str, now: str, said: str) -> None:
+def test_a_mistake_is_one_line(was: str, now: str, message: str) -> None:
     assert was in SCRIPT
     line = complaint(load_sweep, SCRIPT.replace(was, now, 1))
-    assert re.match(rf"in\.toml: {said}", line), line
+    assert re.match(rf"in\.toml: {message}", line), line
 
 
 @pytest.mark.parametrize("key", ['arguments = ["x"]', "accumulation = 2", 'counted_model = "Net"', "hang_minutes = 5"])

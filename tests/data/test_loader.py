@@ -259,7 +259,7 @@ class _Broken(Noise):
 
 @pytest.mark.parametrize("loader_workers", [0, 1])
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "expected"),
     [
         (
             _Broken(12),
@@ -268,8 +268,8 @@ class _Broken(Noise):
         (Subset(_Broken(12), [3, 4, 5, 6]), "item 5 of the training set cannot be loaded"),
     ],
 )
-def test_an_item_that_cannot_be_loaded_is_told_in_a_line(loader_workers: int, data: Any, said: str) -> None:
-    with pytest.raises(InputError, match=rf"^workload\.dataset: {said}") as raised:
+def test_an_item_that_cannot_be_loaded_is_told_in_a_line(loader_workers: int, data: Any, expected: str) -> None:
+    with pytest.raises(InputError, match=rf"^workload\.dataset: {expected}") as raised:
         take(loader(data, loader_workers=loader_workers), 3)
     assert "\n" not in str(raised.value)
 
@@ -299,8 +299,10 @@ class _Uneven(Noise):
 
 @pytest.mark.parametrize("loader_workers", [0, 1])
 def test_items_that_make_no_batch_are_named(loader_workers: int) -> None:
-    said = r"^workload\.dataset: has items (5 and \d+|\d+ and 5) in the training set that cannot be put into one batch"
-    with pytest.raises(InputError, match=said):
+    message = (
+        r"^workload\.dataset: has items (5 and \d+|\d+ and 5) in the training set that cannot be put into one batch"
+    )
+    with pytest.raises(InputError, match=message):
         take(loader(_Uneven(12), loader_workers=loader_workers), 3)
 
 

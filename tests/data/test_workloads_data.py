@@ -326,12 +326,12 @@ def test_the_pickled_version_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "said"), [(3073, "multiple of 3074 bytes, found 3073"), (0, "multiple of 3074 bytes, found 0")]
+    ("size", "expected"), [(3073, "multiple of 3074 bytes, found 3073"), (0, "multiple of 3074 bytes, found 0")]
 )
-def test_an_incomplete_download_is_noticed(tmp_path: Path, size: int, said: str) -> None:
+def test_an_incomplete_download_is_noticed(tmp_path: Path, size: int, expected: str) -> None:
     write_cifar100(tmp_path / "data")
     (tmp_path / "data" / "train.bin").write_bytes(bytes(size))
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=expected):
         build("cifar100", tmp_path / "data")
 
 
@@ -585,7 +585,7 @@ def other_classes(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("write", "dataset", "said"),
+    ("write", "dataset", "expected"),
     [
         (nothing, "imagefolder", "data: expected a folder train/ in it, found: nothing"),
         (nothing, "imagenet", "data: expected a folder train/ in it"),
@@ -602,9 +602,11 @@ def other_classes(root: Path) -> None:
         ),
     ],
 )
-def test_what_is_wrong_with_a_folder(tmp_path: Path, write: Callable[[Path], None], dataset: str, said: str) -> None:
+def test_what_is_wrong_with_a_folder(
+    tmp_path: Path, write: Callable[[Path], None], dataset: str, expected: str
+) -> None:
     write(tmp_path / "data")
-    with pytest.raises(InputError, match=said) as raised:
+    with pytest.raises(InputError, match=expected) as raised:
         build(dataset, tmp_path / "data", image_size=8)
     assert raised.value.key == "workload.data_dir"
     assert "\n" not in str(raised.value)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import TensorDataset
 
-from tests.lockstep import PeerLostError, Rank, Story, in_step, ranks_of, stand_in
+from tests.lockstep import Outcome, PeerLostError, Rank, in_step, ranks_of, stand_in
 from tests.run_factory import candidate, plan, with_step_time, write_plan
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, Method, SweepSpec, WorkloadSpec
@@ -235,7 +235,7 @@ def at_step(number: int, act: Any) -> None:
     stand_in(Worker, "train_step", train_step)
 
 
-def come_to_pass(work: Any, form: Form, world_size: int, folder: Path) -> Story:
+def run_form(work: Any, form: Form, world_size: int, folder: Path) -> Outcome:
     """Run `work(rank, sweep, root)` on some ranks in step."""
     root, sweep = prepared(folder, world_size), form.sweep(world_size)
     # cached here once, so that forked processes need not read the code
@@ -266,8 +266,8 @@ def all_of_it(rank: Rank, sweep: SweepSpec, root: Path) -> list[str]:
 @pytest.mark.parametrize(("name", "world_size"), CASES)
 def test_a_profile_a_stop_and_the_resumed_training(name: str, world_size: int, tmp_path: Path) -> None:
     form = FORMS[name]
-    story = come_to_pass(all_of_it, form, world_size, tmp_path)
-    assert story.results == [["ok", f"exit {LOCAL_REQUEUE_RETURN_CODE}", "finished"]] * 3
+    outcome = run_form(all_of_it, form, world_size, tmp_path)
+    assert outcome.results == [["ok", f"exit {LOCAL_REQUEUE_RETURN_CODE}", "finished"]] * 3
     seen = {event.event for event in RunDirectory(tmp_path).events()}
     assert {"preempted", "resumed", "finished"} <= seen
     assert ("drifted" in seen) == (form.training["method"] != "polo")
@@ -280,8 +280,8 @@ def test_no_method_is_left_out() -> None:
 def test_a_collective_in_the_forward_pass(tmp_path: Path) -> None:
     """Every rank does as many passes as the others, in probes too, although their clocks differ."""
     form = Form({"method": "lbt"}, {"model": f"{HERE}talking"})
-    story = come_to_pass(all_of_it, form, 16, tmp_path)
-    assert story.results == [["ok", f"exit {LOCAL_REQUEUE_RETURN_CODE}", "finished"]] * 3
+    outcome = run_form(all_of_it, form, 16, tmp_path)
+    assert outcome.results == [["ok", f"exit {LOCAL_REQUEUE_RETURN_CODE}", "finished"]] * 3
 
 
 def overflows(rank: Rank, sweep: SweepSpec, root: Path) -> str:
@@ -311,8 +311,8 @@ def test_an_overflow_on_one_rank(name: str, tmp_path: Path) -> None:
     # with "polo", each worker steps by itself from the second epoch on
     epochs = EPOCHS if name == "polo" else 1
     form = replace(FORMS[name], workload=FORMS[name].workload | {"precision": "fp16", "epochs": epochs})
-    story = come_to_pass(overflows, form, 16, tmp_path)
-    assert story.results == ["finished"] * 3
+    outcome = run_form(overflows, form, 16, tmp_path)
+    assert outcome.results == ["finished"] * 3
 
 
 # memory runs out
@@ -343,8 +343,8 @@ def out_of_memory_in_profile(rank: Rank, sweep: SweepSpec, root: Path) -> None:
 )
 def test_a_rank_without_memory_for_a_step_asks_for_nothing_more(work: Any, name: str, tmp_path: Path) -> None:
     """The rank ends, and its peers wait in the next collective until then."""
-    story = come_to_pass(work, FORMS[name], 16, tmp_path)
-    first, second, last = (end.error for end in story.ends)
+    outcome = run_form(work, FORMS[name], 16, tmp_path)
+    first, second, last = (end.error for end in outcome.ends)
     assert "out of memory" in second
     assert PeerLostError.__name__ in first
     assert PeerLostError.__name__ in last
@@ -361,8 +361,8 @@ def probes_without_memory(rank: Rank, sweep: SweepSpec, root: Path) -> list[str]
 
 @pytest.mark.parametrize("name", ["lbt", "ags, norms for free"])
 def test_a_rank_without_memory_for_a_probe_goes_on_with_its_peers(name: str, tmp_path: Path) -> None:
-    story = come_to_pass(probes_without_memory, FORMS[name], 16, tmp_path)
-    assert story.results == [["ok", "finished"]] * 3
+    outcome = run_form(probes_without_memory, FORMS[name], 16, tmp_path)
+    assert outcome.results == [["ok", "finished"]] * 3
 
 
 # what ends a training
@@ -375,8 +375,8 @@ def diverges(rank: Rank, sweep: SweepSpec, root: Path) -> str:
 
 
 def test_where_a_loss_that_is_not_finite_is_a_result_all_ranks_come_to_it(tmp_path: Path) -> None:
-    story = come_to_pass(diverges, FORMS["study"], 16, tmp_path)
-    assert story.results == ["finished"] * 3
+    outcome = run_form(diverges, FORMS["study"], 16, tmp_path)
+    assert outcome.results == ["finished"] * 3
 
 
 def cannot_save(rank: Rank, sweep: SweepSpec, root: Path) -> str:
@@ -390,8 +390,8 @@ def cannot_save(rank: Rank, sweep: SweepSpec, root: Path) -> str:
 
 @pytest.mark.parametrize("name", ["lbt", "polo", "divided states"])
 def test_a_checkpoint_that_rank_0_cannot_save_ends_all_ranks(name: str, tmp_path: Path) -> None:
-    story = come_to_pass(cannot_save, FORMS[name], 16, tmp_path)
-    for end in story.ends:
+    outcome = run_form(cannot_save, FORMS[name], 16, tmp_path)
+    for end in outcome.ends:
         assert CheckpointError.__name__ in end.error
 
 
@@ -425,8 +425,8 @@ def reduces(rank: Rank) -> tuple[list[float], float, list[float]]:
 
 
 def test_collectives_are_carried_out_as_if_all_others_were_rank_1() -> None:
-    story = in_step(reduces, 16)
-    assert story.results == [([16.0, 14.0 + 15.0], 15.0, [15.0, 15.0])] * 3
-    assert [request.operation for request in story.requests] == [
+    outcome = in_step(reduces, 16)
+    assert outcome.results == [([16.0, 14.0 + 15.0], 15.0, [15.0, 15.0])] * 3
+    assert [request.operation for request in outcome.requests] == [
         "all_reduce", "all_reduce", "broadcast",
     ]  # fmt: skip

@@ -94,8 +94,8 @@ def test_a_label_beyond_the_scores_is_told_with_the_loss_that_fails_of_it(label:
     targets[3] = label
     # what torch leaves out is no mistake
     RAISED["loss"] = IndexError("Target is out of bounds.")
-    said = r"workload.loss: \S+ failed: IndexError: "
-    with pytest.raises(InputError, match=said) as raised, explaining_own_mistakes(spec.workload):
+    message = r"workload.loss: \S+ failed: IndexError: "
+    with pytest.raises(InputError, match=message) as raised, explaining_own_mistakes(spec.workload):
         worker.train_step(inputs, targets)
     hint = (
         f"; a sample has label {label}, and the model gives scores for labels 0 to 9: correct the data set's labels"
@@ -151,8 +151,8 @@ def test_a_layer_of_torch_in_an_own_model_is_the_users_too() -> None:
     spec = spec_of()
     RAISED.clear()
     worker: Any = Worker(spec, ClusterSpec(), Configuration(1, 1, 8), ALONE)
-    said = rf"workload.model: {__name__}:moody failed: RuntimeError: .*mat1 and mat2"
-    with pytest.raises(InputError, match=said), explaining_own_mistakes(spec.workload):
+    message = rf"workload.model: {__name__}:moody failed: RuntimeError: .*mat1 and mat2"
+    with pytest.raises(InputError, match=message), explaining_own_mistakes(spec.workload):
         worker.train_step(torch.zeros(8, 3, 9, 9), torch.zeros(8, dtype=torch.long))
 
 

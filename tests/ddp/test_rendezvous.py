@@ -361,8 +361,8 @@ def test_a_job_knows_its_place_and_tells_users_models_of_it(monkeypatch: pytest.
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "local")
     monkeypatch.setenv("SUBMITIT_FOLDER", "/run/train")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    told = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4"}
-    for key in told:
+    fields = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4"}
+    for key in fields:
         monkeypatch.setenv(key, "of the job that submitted this one")
     for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(key, raising=False)
@@ -370,12 +370,12 @@ def test_a_job_knows_its_place_and_tells_users_models_of_it(monkeypatch: pytest.
     assert join_job() == WorkerEnvironment(
         3, 4, 3, 0, "12", 0, (socket.gethostname(),), on_slurm=False, submission="/run/train", master_port="29500"
     )
-    assert dict(os.environ) == before | told | {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    assert dict(os.environ) == before | fields | {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
-@pytest.mark.parametrize(("rank", "said"), [("0", ""), ("3", f"{RUN_MARK}2\n")])
+@pytest.mark.parametrize(("rank", "expected"), [("0", ""), ("3", f"{RUN_MARK}2\n")])
 def test_every_run_of_a_requeued_job_begins_anew_in_the_log_of_each_worker(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, said: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, expected: str
 ) -> None:
     """In that of rank 0 the batch script says so."""
     place = {"JOB_ID": "12", "NTASKS": "4", "JOB_NUM_NODES": "1", "NODEID": "0", "PROCID": rank, "LOCALID": rank}
@@ -386,7 +386,7 @@ def test_every_run_of_a_requeued_job_begins_anew_in_the_log_of_each_worker(
     for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.setenv(key, "")
     join_job()
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == expected
 
 
 def test_an_interface_that_a_node_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,13 +73,13 @@ def suspended_while_it_waits(rank: int, folder: Path) -> None:
     if rank == 0:
         with pytest.raises(PreemptedError, match="was suspended"), suspensions.blamed():
             dist.all_reduce(torch.zeros(1))
-        (folder / "told").touch()
+        (folder / "notified").touch()
     else:
         peer = int(processes[0])
         os.kill(peer, signal.SIGSTOP)
         time.sleep(1.5 * PATIENCE_S)
         os.kill(peer, signal.SIGCONT)
-        while not (folder / "told").exists() and Path(f"/proc/{peer}").exists():
+        while not (folder / "notified").exists() and Path(f"/proc/{peer}").exists():
             time.sleep(0.05)
     # the group's destructor would wait for the other worker
     os._exit(0)
@@ -88,7 +88,7 @@ def suspended_while_it_waits(rank: int, folder: Path) -> None:
 @pytest.mark.processes
 def test_a_worker_that_was_stopped_in_a_collective_names_the_suspension(tmp_path: Path) -> None:
     start_workers(2, suspended_while_it_waits, tmp_path, timeout_s=60)
-    assert (tmp_path / "told").exists()
+    assert (tmp_path / "notified").exists()
 
 
 @pytest.mark.processes

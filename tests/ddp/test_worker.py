@@ -660,11 +660,11 @@ def test_what_lies_outside_the_allocator_and_its_retries_in_timed_steps_are_meas
 def test_of_all_workers_the_device_with_least_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker(sweep(), ClusterSpec(), CONFIGURATION, ALONE)
     uses = [memory(32, total_bytes=total, other_bytes=other) for total, other in ((1000, 1), (900, 2))]
-    told: list[tuple[float, ...]] = []
+    recorded: list[tuple[float, ...]] = []
 
     def agree(*values: float) -> list[float]:
-        told.append(values)
-        return [max(each) for each in zip(*told, strict=True)]
+        recorded.append(values)
+        return [max(each) for each in zip(*recorded, strict=True)]
 
     monkeypatch.setattr(worker, "agree", agree)
     *_, both = [_largest(worker, use) for use in uses]

@@ -16,7 +16,7 @@ from tula_hpc.gradients.norms import foreach_norms
 from tula_hpc.optim import TulaOptimizer
 
 
-def told(values: list[Tensor | None]) -> Tensor:
+def square_norms(values: list[Tensor | None]) -> Tensor:
     return torch.tensor([math.nan if g is None else squares_of([g])[0] for g in values], dtype=torch.float64)
 
 
@@ -32,9 +32,9 @@ def train(form: dict[str, Any], *, tell: bool, absent: int | None = None) -> tup
             optimizer.zero_grad()
             give(params, values)
             if form["granularity"] != "element":
-                optimizer.observe_small(4 * told(values), LOCAL)
+                optimizer.observe_small(4 * square_norms(values), LOCAL)
             if tell:
-                optimizer.observe_norms(told(values))
+                optimizer.observe_norms(square_norms(values))
             optimizer.step()
     return [p.detach() for p in params], optimizer, taken.call_count
 
@@ -56,7 +56,7 @@ def steps_with(forget: Any) -> int:
     params = parameters()
     optimizer = wrap(params, granularity="tensor")
     with mock.patch("tula_hpc.optim.optimizer.foreach_norms", wraps=foreach_norms) as taken:
-        optimizer.observe_norms(told([*gradients(0)]))
+        optimizer.observe_norms(square_norms([*gradients(0)]))
         forget(optimizer)
         for _ in range(2):
             give(params, gradients(0))

@@ -75,11 +75,11 @@ def test_gpus_are_recommended_and_the_others_are_named(
     cluster = written(tmp_path)
     assert (cluster.partition, cluster.device, cluster.gres) == ("gpu", "cuda", "gpu:v100:4")
     assert (cluster.workers_per_node, cluster.cpus_per_worker, cluster.max_nodes) == (4, 10, 8)
-    said = capsys.readouterr().out
-    assert "gpu (8 nodes, 40 CPUs, 4 v100 GPUs, at most 2880 min)" in said
-    assert "cpu (100 nodes, 32 CPUs, at most 1440 min, the default)" in said
-    assert "Next: " in said
-    assert " init --examples examples  # sweep files to begin with" in said
+    output = capsys.readouterr().out
+    assert "gpu (8 nodes, 40 CPUs, 4 v100 GPUs, at most 2880 min)" in output
+    assert "cpu (100 nodes, 32 CPUs, at most 1440 min, the default)" in output
+    assert "Next: " in output
+    assert " init --examples examples  # sweep files to begin with" in output
     text = (tmp_path / "cluster.toml").read_text()
     asked = [line for line in text.splitlines() if line.endswith("unknown")]
     assert {line.split()[1] for line in asked} == {"device_memory_gb", "NCCL_SOCKET_IFNAME", "usd_per_node_hour"}

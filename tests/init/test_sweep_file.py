@@ -427,24 +427,24 @@ def test_what_the_source_does_not_say_is_unknown_and_asked_for(
     files = [str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "train.py")]
     monkeypatch.chdir(tmp_path)
     assert main([*files, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    output = json.loads(capsys.readouterr().out)
     text = (tmp_path / "train.toml").read_text()
     asked = [line for line in text.splitlines() if line.endswith("unknown")]
     assert [line.split()[1] for line in asked] == ["arguments", "arguments", "samples", "metric"]
-    assert told["unknown"][str(tmp_path / "train.toml")] == ["arguments", "samples", "metric"]
-    assert told["required"] == ["samples"]
+    assert output["unknown"][str(tmp_path / "train.toml")] == ["arguments", "samples", "metric"]
+    assert output["required"] == ["samples"]
     assert 'resume_arguments = ["--resume", "last.pt"]' in text
-    assert [line.partition("tula")[2].split()[0] for line in told["next"]] == ["attach", "check", "sweep"]
-    assert told["next"][0].endswith(" train.py --batch-size 256 --epochs 100 ... --out ...")
-    assert told["next"][1].endswith(f" --sweep {tmp_path / 'train.toml'}")
-    assert (told["notes"], told["partition"]["name"]) == ([], "cpu")
+    assert [line.partition("tula")[2].split()[0] for line in output["next"]] == ["attach", "check", "sweep"]
+    assert output["next"][0].endswith(" train.py --batch-size 256 --epochs 100 ... --out ...")
+    assert output["next"][1].endswith(f" --sweep {tmp_path / 'train.toml'}")
+    assert (output["notes"], output["partition"]["name"]) == ([], "cpu")
     with pytest.raises(InputError, match=r"samples: is required with a script"):
         load_sweep(tmp_path / "train.toml")
     # the same once more: the sweep file is not replaced, and a cluster file that is there is used
     capsys.readouterr()
     assert main(files) == 2
-    said = capsys.readouterr().err
-    assert said.endswith("train.toml: exists already; move it away, or add --force, which replaces it\n")
+    output = capsys.readouterr().err
+    assert output.endswith("train.toml: exists already; move it away, or add --force, which replaces it\n")
     (tmp_path / "cluster.toml").write_text('name = "mine"\ncpus_per_worker = 2\n')
     # nodes that this machine stands in for do not outnumber its cores
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})

@@ -119,11 +119,11 @@ def test_a_batch_script_refuses_a_pickle_that_was_not_submitted(
     there = FewLines(tmp_path, monkeypatch)
     folder = there.submit(leave(tmp_path / "ran"))
     exchange(folder, "task-0.pkl", pickle.dumps(Hostile(tmp_path / "hostile")))
-    code, said = there.run()
+    code, output = there.run()
     assert code != 0
-    assert f"{folder / 'task-0.pkl'}: " in said.splitlines()[-1]
-    assert said.splitlines()[-1].endswith(WHAT_TO_DO)
-    assert "Traceback" not in said
+    assert f"{folder / 'task-0.pkl'}: " in output.splitlines()[-1]
+    assert output.splitlines()[-1].endswith(WHAT_TO_DO)
+    assert "Traceback" not in output
     assert not (tmp_path / "hostile").exists()
     assert not (tmp_path / "ran").exists()
 
@@ -134,8 +134,8 @@ def test_each_task_of_an_array_knows_its_own_pickle(tmp_path: Path, monkeypatch:
     folder = there.submit(*(leave(tmp_path / f"ran-{index}") for index in range(3)))
     assert there.run(index=2)[0] == 0
     (folder / "task-1.pkl").write_bytes((folder / "task-0.pkl").read_bytes())
-    code, said = there.run(index=1)
-    assert (code != 0, "found one with" in said) == (True, True)
+    code, output = there.run(index=1)
+    assert (code != 0, "found one with" in output) == (True, True)
     assert [path.name for path in tmp_path.glob("ran-*")] == ["ran-2"]
 
 
@@ -149,9 +149,9 @@ def test_a_job_on_this_machine_refuses_a_pickle_that_was_not_submitted(tmp_path:
         exchange(job.folder, f"0-{job.job_id}.pkl", pickle.dumps(Hostile(tmp_path / "hostile")))
         go.touch()
         (ended,) = launcher.wait([job])
-    told = informative_line(ended.log_tail)
-    assert told.startswith(f"{job.folder / f'0-{job.job_id}.pkl'}: ")
-    assert WHAT_TO_DO in told or "SHA-256" in told
+    output = informative_line(ended.log_tail)
+    assert output.startswith(f"{job.folder / f'0-{job.job_id}.pkl'}: ")
+    assert WHAT_TO_DO in output or "SHA-256" in output
     assert not (tmp_path / "hostile").exists()
     assert not (tmp_path / "ran").exists()
 
@@ -163,9 +163,9 @@ def test_a_batch_script_refuses_a_setup_that_was_not_submitted(
     there = FewLines(tmp_path, monkeypatch, environment={"TOKEN": "x"})
     folder = there.submit(leave(tmp_path / "ran"))
     attack(folder, SETUP_FILE, f"touch '{tmp_path / 'hostile'}'; tula_setup=done".encode())
-    code, said = there.run()
+    code, output = there.run()
     assert code != 0
-    assert said.splitlines()[-1] == f"{folder / SETUP_FILE}: is not what was submitted; {WHAT_TO_DO}"
+    assert output.splitlines()[-1] == f"{folder / SETUP_FILE}: is not what was submitted; {WHAT_TO_DO}"
     assert not (tmp_path / "hostile").exists()
     assert not (tmp_path / "ran").exists()
 
@@ -190,14 +190,14 @@ def test_a_setup_command_that_fails_is_named_in_the_log_without_its_arguments(
     # of a job that submits this one
     monkeypatch.setenv(SETUP_FAILED, "`module …` is not of this job")
     there.submit(keep(tmp_path / "kept", SETUP_FAILED))
-    code, said = there.run()
+    code, output = there.run()
     assert code == 0
     code_127 = "127: no such command in the shell of a job"
     sentence = f"`no-conda …` in setup of the cluster file ended with exit code {code_127}"
-    assert [line for line in said.splitlines() if SETUP_WORDS in line] == [sentence]
+    assert [line for line in output.splitlines() if SETUP_WORDS in line] == [sentence]
     assert (tmp_path / "kept").read_text() == f"{sentence}, `false …` with 1"
     assert (
-        informative_line(f"{said}\nTraceback:\n  File\nImportError: no libx")
+        informative_line(f"{output}\nTraceback:\n  File\nImportError: no libx")
         == f"ImportError: no libx; before that, {sentence}"
     )
 
@@ -221,8 +221,8 @@ def time_out(there: FewLines, begun: Path) -> str:
         # the script's child: srun and bash have replaced themselves by the worker, or wait for it
         workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
         os.kill(int(workers.stdout.split()[0]), signal.SIGUSR2)
-        said, _ = process.communicate(timeout=60)
-    return said
+        output, _ = process.communicate(timeout=60)
+    return output
 
 
 @pytest.mark.processes

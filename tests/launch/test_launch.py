@@ -526,20 +526,22 @@ def test_a_command_in_a_job_of_the_users_own_says_that_this_keeps_nodes(monkeypa
     waiting = {"8": slurm.JobState("PENDING", "(Resources)")}
     assert describe_states(waiting) == "1 waiting (enough nodes have to become free)"
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    said = "1 waiting (enough nodes have to become free; job 7, in which this command runs, keeps its own nodes)"
-    assert describe_states(waiting) == said
+    message = "1 waiting (enough nodes have to become free; job 7, in which this command runs, keeps its own nodes)"
+    assert describe_states(waiting) == message
 
 
 def test_a_job_that_waits_for_what_does_not_come_is_told_apart() -> None:
     waiting = slurm.JobState("PENDING", "Priority")
     stuck = slurm.JobState("PENDING", "PartitionConfig")
-    told = describe_states({"7": slurm.JobState("RUNNING", ""), "8": waiting, "9": waiting, "10": stuck})
-    assert told == (
+    message = describe_states({"7": slurm.JobState("RUNNING", ""), "8": waiting, "9": waiting, "10": stuck})
+    assert message == (
         "1 running, 2 waiting (other jobs go first), "
         "1 waiting (asks for more than its partition has or allows; this does not go away by itself)"
     )
-    told = describe_states({"8": waiting, "9": waiting, "7": slurm.JobState("COMPLETING", "")}, {"8": 59.0, "9": 754.0})
-    assert told == "2 waiting for 12 min (other jobs go first), 1 completing"
+    message = describe_states(
+        {"8": waiting, "9": waiting, "7": slurm.JobState("COMPLETING", "")}, {"8": 59.0, "9": 754.0}
+    )
+    assert message == "2 waiting for 12 min (other jobs go first), 1 completing"
     assert describe_states({}) == "ending"
     held = {"8": slurm.JobState("PENDING", "JobHeldUser")}
     assert "`scontrol release 8` lets it go" in describe_states(held)

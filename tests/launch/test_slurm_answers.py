@@ -262,8 +262,8 @@ def test_a_status_is_told_whatever_a_site_prints(
     put_commands(commands, how)
     assert status.main([str(run.root)]) == 0
     assert "scheduler" not in capsys.readouterr().out
-    told = {job.job_id: job.phase for job in status.status_of(run.root).jobs}
-    assert told == {"12_0": JobPhase.RUNNING, "12_1": JobPhase.WAITING}
+    phases = {job.job_id: job.phase for job in status.status_of(run.root).jobs}
+    assert phases == {"12_0": JobPhase.RUNNING, "12_1": JobPhase.WAITING}
 
 
 @pytest.mark.parametrize(
@@ -274,8 +274,8 @@ def test_a_status_without_an_answer_is_not_known(
 ) -> None:
     put_commands(commands, how, only)
     assert status.main([str(run.root)]) == 4
-    printed, said = capsys.readouterr()
-    assert said == ""
+    printed, errors = capsys.readouterr()
+    assert errors == ""
     assert "scheduler  could not be asked: squeue " in printed
     assert all(line.isprintable() for line in printed.splitlines())
     assert status.main([str(run.root), "--json"]) == 4
@@ -460,6 +460,6 @@ def test_a_job_for_which_no_node_is_up_is_refused_with_the_keys_and_another_caus
 
 def test_a_job_larger_than_any_node_is_refused_with_what_it_asks_for() -> None:
     script = Script("profile", "#!/bin/sh\n#SBATCH --nodes=8\n#SBATCH --cpus-per-task=64\n#SBATCH --job-name=x\n")
-    said = _asked(script, RefusedError("sbatch: error: Requested node configuration is not available"))
-    assert said == "; it asks for nodes=8, cpus-per-task=64"
+    message = _asked(script, RefusedError("sbatch: error: Requested node configuration is not available"))
+    assert message == "; it asks for nodes=8, cpus-per-task=64"
     assert _asked(script, RefusedError("invalid partition")) == ""

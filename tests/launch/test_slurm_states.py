@@ -205,12 +205,12 @@ def test_an_error_of_nccl_alone_does_not_accuse_this_node() -> None:
 def test_the_node_of_a_broken_device_is_found_by_its_tasks_logs(
     logs: dict[int, str], nodes: list[int], tmp_path: Path
 ) -> None:
-    for task, said in logs.items():
+    for task, text in logs.items():
         where = (
             f"JobEnvironment(job_id=7, hostname=n{task // 2}, local_rank=0(2), node={task // 2}(2), global_rank=0(4))"
         )
         (tmp_path / f"7_{task}_log.out").write_text(f"submitit INFO (x) - Starting with {where}\n")
-        (tmp_path / f"7_{task}_log.err").write_text(f"{said}\n")
+        (tmp_path / f"7_{task}_log.err").write_text(f"{text}\n")
     assert complaining_nodes(sorted(tmp_path.iterdir())) == nodes
 
 
@@ -261,8 +261,8 @@ def test_who_waits_for_a_controller_that_does_not_answer_hears_of_it(
     else:
         with pytest.raises(LaunchError, match=r"has not answered for an hour: .*no answer 2; SLURM_CONF is not set"):
             slurm.retry_until_answered(ask)
-    told = "squeue failed: squeue: error: no answer {}; SLURM_CONF is not set"
-    words = f"Slurm does not answer ({told}); trying again in 0 s"
+    message = "squeue failed: squeue: error: no answer {}; SLURM_CONF is not set"
+    words = f"Slurm does not answer ({message}); trying again in 0 s"
     lines = [words.format(number) for number in range(2)]
     expected = {0: [], 2: [*lines, "Slurm answers again"], 3: lines}
     assert capsys.readouterr().err.splitlines() == expected[silences]
@@ -316,10 +316,10 @@ def test_who_finds_no_controller_hears_which_configuration_was_used(
 ) -> None:
     (tmp_path / "there").touch()
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / given) if given else "")
-    said = slurm.unreached(LaunchError("squeue failed: Unable to contact slurm controller"))
-    assert said.startswith("squeue failed: Unable to contact slurm controller; SLURM_CONF is ")
+    message = slurm.unreached(LaunchError("squeue failed: Unable to contact slurm controller"))
+    assert message.startswith("squeue failed: Unable to contact slurm controller; SLURM_CONF is ")
     ends = {"": "not set", "there": f"{tmp_path}/there", "nowhere": f"{tmp_path}/nowhere, no readable file"}
-    assert said.endswith(f"SLURM_CONF is {ends[given]}")
+    assert message.endswith(f"SLURM_CONF is {ends[given]}")
     missing = NotStartedError("squeue is not on PATH: is this a Slurm login node?")
     assert slurm.unreached(missing) == str(missing)
 
@@ -365,8 +365,8 @@ def test_what_submitit_writes_around_every_job_is_left_out() -> None:
         "submitit INFO (2026-11-22 11:09:13,479) - Loading pickle: /run/7_submitted.pkl",
         "submitit ERROR (2026-11-22 11:09:15,980) - Submitted job triggered an exception",
     ]
-    told = "submitit INFO (2026-11-22 11:09:15,980) - Job not requeued because: timed-out"
-    log = "\n".join([*around[:2], f"{FRAME}KeyError: 'x'", told, around[2]])
-    assert without_chatter(log) == f"{FRAME}KeyError: 'x'\n{told}"
+    message = "submitit INFO (2026-11-22 11:09:15,980) - Job not requeued because: timed-out"
+    log = "\n".join([*around[:2], f"{FRAME}KeyError: 'x'", message, around[2]])
+    assert without_chatter(log) == f"{FRAME}KeyError: 'x'\n{message}"
     assert without_chatter("\n".join(around)) == ""
     assert informative_line("\n".join(around)) == "its log does not say why"

@@ -100,8 +100,8 @@ def refused_when_full(work: Callable[[], object], begun: Callable[[], object], d
 def test_a_training_that_runs_out_of_space_ends_and_later_goes_on(disk: Path) -> None:
     run = RunDirectory(disk / "run").create()
     checkpoints = run.train().checkpoints
-    said = refused_when_full(lambda: train(run), lambda: list(checkpoints.glob("checkpoint-*.tula")), disk, LEFT)
-    assert "No space left on device; make space there or have the quota raised" in said
+    messages = refused_when_full(lambda: train(run), lambda: list(checkpoints.glob("checkpoint-*.tula")), disk, LEFT)
+    assert "No space left on device; make space there or have the quota raised" in messages
     assert [event.failure for event in run.events() if event.event == "failed"] == [Failure.NO_SPACE]
     assert not [path for path in checkpoints.iterdir() if path.name.startswith(".")], "half a checkpoint is left"
     loaded = CheckpointStore(checkpoints).load_latest()
@@ -151,8 +151,8 @@ def measures(run: RunDirectory) -> bool:
 
 def test_a_profile_that_runs_out_of_space_is_said_to_and_measured_later(disk: Path) -> None:
     run = RunDirectory(disk / "run").create()
-    said = refused_when_full(lambda: profile(run), lambda: measures(run), disk, LEFT_TO_SAY_SO)
-    assert "No space left on device; make space there or have the quota raised" in said
+    output = refused_when_full(lambda: profile(run), lambda: measures(run), disk, LEFT_TO_SAY_SO)
+    assert "No space left on device; make space there or have the quota raised" in output
     left = run.measurements()
     assert ({row.failure for row in left.records}, left.skipped) == ({Failure.NO_SPACE}, 0)
 

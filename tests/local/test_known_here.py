@@ -86,16 +86,16 @@ def jobs(folder: Path, stage: str) -> int:
 
 def test_a_bug_that_a_few_items_show_is_refused_before_any_job_and_by_a_dry_run(tmp_path: Path) -> None:
     broken = OWN.replace("self.body(images", "self.boddy(images")
-    said = (
+    message = (
         "mine:net cannot take inputs of 3×8×8 from the test set: AttributeError: 'Net' object has no attribute 'boddy'"
     )
     dry = sweep(tmp_path, broken, "--dry-run")
     assert (dry.returncode, dry.stdout) == (2, "")
-    assert said in dry.stderr
+    assert message in dry.stderr
     assert not (tmp_path / "run").exists()
     real = sweep(tmp_path, broken)
     assert (real.returncode, jobs(tmp_path, "profile")) == (2, 0)
-    assert f"{said} (mine.py:14)\nNothing was submitted.\n" in real.stderr
+    assert f"{message} (mine.py:14)\nNothing was submitted.\n" in real.stderr
     assert "Traceback" not in real.stderr
 
 
@@ -103,8 +103,8 @@ def test_a_bug_that_a_few_items_show_is_refused_before_any_job_and_by_a_dry_run(
 def test_a_bug_that_only_a_job_finds_ends_it_after_one_job_with_a_sentence(tmp_path: Path, loaders: int) -> None:
     done = sweep(tmp_path, OWN.replace("BROKEN = -1", "BROKEN = 77"), loaders=loaders)
     assert (done.returncode, jobs(tmp_path, "profile")) == (1, 1)
-    said = "workload.dataset: item 77 of the training set cannot be loaded: KeyError: 'colour' (mine.py:25)"
-    assert f"profile: nothing could be measured; {said}\nlog: " in done.stderr
+    message = "workload.dataset: item 77 of the training set cannot be loaded: KeyError: 'colour' (mine.py:25)"
+    assert f"profile: nothing could be measured; {message}\nlog: " in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -46,11 +46,11 @@ def test_a_missing_interface_and_data_folder_are_lines_and_not_a_crash(
     (here / "sweep.toml").write_text(SWEEP.replace("digits", "cifar10") + f'data_dir = "{missing}"\n')
     with forking_jobs():
         assert main(["cluster.toml", "--sweep", "sweep.toml", "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    (partition,) = told["partitions"]
+    output = json.loads(capsys.readouterr().out)
+    (partition,) = output["partitions"]
     failed = {each["topic"] for each in partition["verdicts"] if each["level"] == "failed"}
     assert failed == {"data folder here", "data folder", "interfaces", "all-reduce", "loader"}
-    assert told["exit_code"] == 1
+    assert output["exit_code"] == 1
     assert [rank["finished"] for rank in partition["ranks"]] == [True, True]
 
 
@@ -74,9 +74,9 @@ def test_a_mistake_in_the_file_is_one_line(
     if text is not None:
         (here / "cluster.toml").write_text(text)
     assert main(["cluster.toml"]) == 2
-    said = capsys.readouterr()
-    assert (said.out, len(said.err.splitlines())) == ("", 1)
-    assert named in said.err
+    output = capsys.readouterr()
+    assert (output.out, len(output.err.splitlines())) == ("", 1)
+    assert named in output.err
     assert not (here / "runs").exists()
 
 
@@ -86,6 +86,6 @@ def test_without_slurm_the_command_says_so(
     monkeypatch.setenv("PATH", "")
     (here / "cluster.toml").write_text('executor = "slurm"\n')
     assert main(["cluster.toml"]) == 1
-    said = " ".join(capsys.readouterr().out.split())
-    assert "is not on PATH" in said
-    assert 'executor = "local"' in said
+    message = " ".join(capsys.readouterr().out.split())
+    assert "is not on PATH" in message
+    assert 'executor = "local"' in message

@@ -184,7 +184,7 @@ def only_sparse() -> list[Tensor]:
 def uneven(rank: int, *, hook: bool) -> dict[str, list[Tensor]]:
     """Train under `Join`, where rank r has 1 + r batches; return the weights and the norms."""
     ddp = new_ddp(Case())
-    norms, told = LocalNorms(list(ddp.parameters()), BATCH), []
+    norms, observed = LocalNorms(list(ddp.parameters()), BATCH), []
     if hook:
         norms.attach(ddp)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -192,9 +192,9 @@ def uneven(rank: int, *, hook: bool) -> dict[str, list[Tensor]]:
         for step in range(1 + rank):
             optimizer.zero_grad()
             backward(ddp, step, rank, 1)
-            told += [norms.squares()[0], norms.averaged()] if hook else []
+            observed += [norms.squares()[0], norms.averaged()] if hook else []
             optimizer.step()
-    return {"weights": list(ddp.parameters()), "told": told}
+    return {"weights": list(ddp.parameters()), "observed": observed}
 
 
 def of_another_model(rank: int) -> list[str]:
@@ -239,16 +239,16 @@ def exchanged(rank: int) -> list[int]:
 
 def misuse(rank: int) -> list[str]:
     """Return the errors for reading norms when there are none."""
-    ddp, said = new_ddp(Case()), []
+    ddp, errors = new_ddp(Case()), []
     norms = LocalNorms(list(ddp.parameters()), BATCH).attach(ddp)
     for _ in range(2):
-        said += [refused(norms.squares), refused(norms.averaged)]
+        errors += [refused(norms.squares), refused(norms.averaged)]
         backward(ddp, 0, rank, 1)
         norms.squares()
         norms.averaged()
     with ddp.no_sync():
         torch.autograd.backward(loss(ddp(batch(0, rank)[0]), batch(0, rank)[1]))
-    return [*said, refused(norms.squares), refused(norms.averaged)]
+    return [*errors, refused(norms.squares), refused(norms.averaged)]
 
 
 def while_waiting(rank: int) -> list[Tensor]:
@@ -279,8 +279,8 @@ def refused(read: Callable[[], object]) -> str:
     return "nothing"
 
 
-def train_worker(rank: int, method: str, *, told: bool = True) -> dict[str, Any]:
-    """Train a whole worker; it passes the norms of the whole batch to the optimizer only if `told`."""
+def train_worker(rank: int, method: str, *, informed: bool = True) -> dict[str, Any]:
+    """Train a whole worker; it passes the norms of the whole batch to the optimizer only if `informed`."""
     workload = {"model": "tests.examples.own_workload:perceptron", "dataset": "digits", "loader_workers": 0, "lr": 0.05}
     training = {"method": method, "small_batch": 5, "granularity": "tensor", "reference": "free", "clip_norm": 1.0}
     spec = SweepSpec.model_validate({"name": "x", "workload": workload, "training": training})
@@ -289,7 +289,7 @@ def train_worker(rank: int, method: str, *, told: bool = True) -> dict[str, Any]
     worker.forward_backward(*next(worker.batches()))  # discarded, as the trainer does before it restores
     with ExitStack() as stack:
         taken = stack.enter_context(mock.patch("tula_hpc.optim.optimizer.foreach_norms", wraps=foreach_norms))
-        if not told:
+        if not informed:
             stack.enter_context(mock.patch.object(TulaOptimizer, "observe_norms"))
         losses = [float(worker.train_step(*pair)) for pair in islice(worker.batches(), STEPS_OF_WORKER)]
     assert isinstance(worker.optimizer, TulaOptimizer)
@@ -342,10 +342,10 @@ def work(rank: int, folder: Path) -> None:
     seen["buffers"] = shared_buffers(rank)
     seen["exchanged"] = exchanged(rank)
     seen["only sparse"] = only_sparse()
-    seen["said"] = misuse(rank)
+    seen["errors"] = misuse(rank)
     seen["while waiting"] = while_waiting(rank)
     seen["worker"] = {method: train_worker(rank, method) for method in ("ags", "adascale")}
-    seen["untold"] = {method: train_worker(rank, method, told=False) for method in ("ags", "adascale")}
+    seen["uninformed"] = {method: train_worker(rank, method, informed=False) for method in ("ags", "adascale")}
     for method in OBSERVED:
         for observe in (True, False):
             seen[f"{method}, observed: {observe}"] = train_observed(rank, method, observe=observe)
@@ -382,7 +382,10 @@ def test_a_worker_without_data_leaves_the_others_no_norms_and_the_same_training(
         without, with_hook = seen["uneven"]
         assert same(without["weights"], with_hook["weights"])
         assert same(with_hook["weights"], ranks[0]["uneven"][1]["weights"])
-        assert [squares.isnan().any().item() for squares in with_hook["told"]] == [False, False] + rank * [True, False]
+        assert [squares.isnan().any().item() for squares in with_hook["observed"]] == [False, False] + rank * [
+            True,
+            False,
+        ]
 
 
 def test_norms_are_of_one_model_and_of_all_its_gradients(ranks: list[dict[str, Any]]) -> None:
@@ -463,8 +466,8 @@ def test_one_number_a_parameter_is_sent_at_every_step(ranks: list[dict[str, Any]
 
 
 def test_nothing_is_read_twice_nor_without_an_all_reduce(ranks: list[dict[str, Any]]) -> None:
-    assert len(ranks[0]["said"]) == 6
-    assert all("no backward pass with an all-reduce" in words for words in ranks[0]["said"])
+    assert len(ranks[0]["errors"]) == 6
+    assert all("no backward pass with an all-reduce" in words for words in ranks[0]["errors"])
 
 
 @pytest.mark.parametrize("method", ["ags", "adascale"])
@@ -482,10 +485,11 @@ def test_a_worker_trains_with_it_and_takes_no_pass(ranks: list[dict[str, Any]], 
 @pytest.mark.parametrize("method", ["ags", "adascale"])
 def test_norms_that_came_with_the_all_reduce_are_not_taken_again(ranks: list[dict[str, Any]], method: str) -> None:
     """The results equal those with norms that the optimizer computes itself, with gradients clipped in between."""
-    told, untold = ranks[0]["worker"][method], ranks[0]["untold"][method]
-    assert (told["taken"], untold["taken"]) == (0, STEPS_OF_WORKER)
+    informed = ranks[0]["worker"][method]
+    uninformed = ranks[0]["uninformed"][method]
+    assert (informed["taken"], uninformed["taken"]) == (0, STEPS_OF_WORKER)
     for name in ("weights", "losses", "statistics", "noise"):
-        torch.testing.assert_close(told[name], untold[name], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(informed[name], uninformed[name], rtol=1e-5, atol=1e-7)
 
 
 def test_the_reference_batch_is_what_was_asked_for_and_no_multiple_of_the_workers(ranks: list[dict[str, Any]]) -> None:

@@ -140,8 +140,8 @@ def test_a_diverged_cell_is_a_result_that_is_shown_and_not_tried_again(killed: K
     assert all(killed.result(cell).diverged for cell in wild)
     failed = {event.data["label"] for event in killed.run.events() if event.event == "failed"}
     assert not failed & {cell.label for cell in wild}
-    said = [event.detail for event in killed.run.events() if event.event == "finished"]
-    assert sum("the loss is not finite" in detail for detail in said) == len(wild)
+    endings = [event.detail for event in killed.run.events() if event.event == "finished"]
+    assert sum("the loss is not finite" in detail for detail in endings) == len(wild)
     assert "2 diverged" in killed.again.stdout
 
 
@@ -170,12 +170,12 @@ def test_a_cell_that_fails_does_not_stop_the_others_and_the_command_says_so(tmp_
     text = text.replace("epochs = 12", "epochs = 4").replace('methods = ["static"]', 'methods = ["lbt"]')
     path.write_text(text.replace("workload.lr = 1e12", 'workload.model = "tests.examples.own_workload:Stripes"'))
     run = RunDirectory(tmp_path / "run")
-    process = start_command(main, [str(path), "--run-dir", str(run.root)], ROOT, tmp_path / "said")
+    process = start_command(main, [str(path), "--run-dir", str(run.root)], ROOT, tmp_path / "output")
     deleted = delete_the_first_training(run)
     code = process.wait()
-    said = (tmp_path / "said").read_text()
-    assert code == 1, said
-    assert "study: 1 training without a result:\n  study/wild-b128-s0: " in said
+    output = (tmp_path / "output").read_text()
+    assert code == 1, output
+    assert "study: 1 training without a result:\n  study/wild-b128-s0: " in output
     assert sum(event.data.get("label") == deleted for event in run.events() if event.event == "submitted") == 1
     assert run.train("study/lbt-b128-s0").result_file.exists()
     assert (run.report / "study.html").exists()

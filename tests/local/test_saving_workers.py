@@ -107,9 +107,9 @@ def train(
 def note_what_was_on_disk(root: Path) -> None:
     """Write down when the job reported its save, and when the newest checkpoint was written."""
     run = RunDirectory(root)
-    said = next(event.time for event in run.events() if event.event == "preempted")
+    reported = next(event.time for event in run.events() if event.event == "preempted")
     written = CheckpointStore(run.train().checkpoints).paths()[-1].stat().st_mtime
-    torch.save({"said": said, "written": written}, root / "times.pt")
+    torch.save({"reported": reported, "written": written}, root / "times.pt")
 
 
 def slowed(write: Callable[..., None], strike: Callable[[], None] | None) -> Callable[..., None]:
@@ -217,7 +217,7 @@ def test_a_stop_while_a_checkpoint_is_written_saves_its_own_step_too(folder: Pat
     assert events["preempted"].data["step"] == events["resumed"].data["step"]
     assert torch.equal(final(folder / "whole")[0], final(folder / "stopped")[0])
     times = torch.load(folder / "stopped" / "times.pt")
-    assert times["written"] < times["said"]
+    assert times["written"] < times["reported"]
 
 
 def test_only_restarts_that_lost_work_count_for_the_interval(folder: Path) -> None:
@@ -234,9 +234,9 @@ def test_what_is_written_is_the_state_of_its_step_though_training_goes_on(folder
 
 
 def test_what_a_save_costs_is_said_once(folder: Path) -> None:
-    told = [event for event in RunDirectory(folder / "whole").events() if event.event == "checkpoint"]
-    assert len(told) == 1
-    data = told[0].data
+    saves = [event for event in RunDirectory(folder / "whole").events() if event.event == "checkpoint"]
+    assert len(saves) == 1
+    data = saves[0].data
     assert data["write_s"] > 0.05, "every write was slowed by that"
     assert data["stall_s"] > 0
     assert data["share"] > 0

@@ -63,7 +63,7 @@ log_interval_steps = 2
 def arguments_in(folder: Path) -> list[str]:
     path = folder / "small.toml"
     path.write_text(SWEEP)
-    tells = f'cluster.on_event=printf "%s\\n" "$TULA_EVENT" >>{folder}/told'
+    tells = f'cluster.on_event=printf "%s\\n" "$TULA_EVENT" >>{folder}/notifications'
     mine = ["--run-dir", str(folder / "run"), "--set", tells]
     if find_spec("tensorboard") is not None:
         mine += ["--set", 'training.log_to=["tensorboard"]']
@@ -78,7 +78,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=550, umask=0)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "Chosen configuration" in done.stdout
-    (folder / "said").write_text(done.stdout)
+    (folder / "output").write_text(done.stdout)
     return RunDirectory(folder / "run")
 
 
@@ -124,9 +124,9 @@ def test_metrics_tell_of_every_epoch_and_of_the_scale(finished: RunDirectory) ->
 
 
 def test_the_end_says_what_was_decided_what_it_cost_and_where_the_report_is(finished: RunDirectory) -> None:
-    said = (finished.root.parent / "said").read_text().splitlines()
+    output = (finished.root.parent / "output").read_text().splitlines()
     # on a busy machine a training may depart from its plan, which adds a line among the last ones
-    decided, cost, model, report = [line for line in said if not line.startswith("off the plan")][-4:]
+    decided, cost, model, report = [line for line in output if not line.startswith("off the plan")][-4:]
     assert re.fullmatch(
         r"decided: \d nodes? and a batch of \d+ samples; trained 2 epochs in .* % test accuracy", decided
     )
@@ -157,11 +157,11 @@ def test_running_again_does_nothing_twice(finished: RunDirectory, monkeypatch: p
     assert again.returncode == 0, again.stderr
     assert finished.events_file.read_text() == before
     # stdout has only the object of `tula status --json`, for programs; the lines for people go to stderr
-    told = json.loads(again.stdout)
-    assert (told["state"], told["name"], told["report"]) == ("finished", "small", True)
-    assert told["plan"]["nodes"] == finished.read_plan().chosen.nodes
+    output = json.loads(again.stdout)
+    assert (output["state"], output["name"], output["report"]) == ("finished", "small", True)
+    assert output["plan"]["nodes"] == finished.read_plan().chosen.nodes
     assert "Chosen configuration" in again.stderr
-    events = (finished.root.parent / "told").read_text().split()
+    events = (finished.root.parent / "notifications").read_text().split()
     assert events == ["stage_ended", "stage_ended", "training_started", "training_finished", "sweep_ended"]
 
 

@@ -24,7 +24,7 @@ def observed(params: Sequence[Tensor], base: Optimizer | None = None) -> tuple[S
     return StepObserver(optimizer, LARGE), optimizer
 
 
-def told(values: Sequence[Tensor | None], factor: float = 1.0) -> Tensor:
+def square_norms(values: Sequence[Tensor | None], factor: float = 1.0) -> Tensor:
     return torch.tensor([math.nan if g is None else factor * squares_of([g])[0] for g in values], dtype=torch.float64)
 
 
@@ -32,10 +32,10 @@ def tell(
     observer: StepObserver | TulaOptimizer, values: Sequence[Tensor | None], clipped: float, *, norms: bool
 ) -> None:
     """Small gradients of three times the squares of these, which have been clipped, and these gradients' own norms."""
-    observer.observe_small(told(values, 3.0), LOCAL)
+    observer.observe_small(square_norms(values, 3.0), LOCAL)
     observer.observe_clipping(clipped)
     if norms:
-        observer.observe_norms(told(values))
+        observer.observe_norms(square_norms(values))
 
 
 @pytest.mark.parametrize("norms", [False, True])

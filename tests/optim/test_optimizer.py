@@ -57,11 +57,11 @@ def test_many_steps_without_any_estimate_are_warned_of_once(recwarn: pytest.Warn
     for _ in range(250):
         for each in (optimizer, static, due):
             take_steps(each, params, random_gradients(1))
-    (said,) = [warning for warning in recwarn if "nothing has been scaled" in str(warning.message)]
-    assert str(said.message).startswith(
+    (warning,) = [each for each in recwarn if "nothing has been scaled" in str(each.message)]
+    assert str(warning.message).startswith(
         "after 100 steps nothing has been scaled: call update_gradscale or observe_small"
     )
-    assert said.filename == __file__  # who called step
+    assert warning.filename == __file__  # who called step
 
 
 @pytest.mark.parametrize(("before", "batch", "after"), [(99, 128, 500), (101, 1024, 100)])

@@ -180,40 +180,40 @@ def test_accumulated_gradients_train_as_those_of_the_whole_batch(form: str) -> N
 
 def test_clipping_comes_first_and_the_factors_do_not_see_it_if_told() -> None:
     model = make_model()
-    optimizer, told = wrap(model, granularity="tensor", gate="none"), wrap(make_model(), granularity="tensor")
+    optimizer, informed = wrap(model, granularity="tensor", gate="none"), wrap(make_model(), granularity="tensor")
     torch.autograd.backward(loss_of(model, 0))
-    for mine, other in zip(optimizer.parameters(), told.parameters(), strict=True):
+    for mine, other in zip(optimizer.parameters(), informed.parameters(), strict=True):
         assert mine.grad is not None
         other.grad = mine.grad.clone()
     large = gradient_squares(optimizer)
     optimizer.observe_small(large * 3, LOCAL)
     optimizer.step()
-    assert nn.utils.clip_grad_norm_(told.parameters(), 0.1) > 0.2, "clipping must do something"
-    told.observe_small(large * 3, LOCAL, large)
-    told.step()
-    for one, two in zip(optimizer.gradscale, told.gradscale, strict=True):
+    assert nn.utils.clip_grad_norm_(informed.parameters(), 0.1) > 0.2, "clipping must do something"
+    informed.observe_small(large * 3, LOCAL, large)
+    informed.step()
+    for one, two in zip(optimizer.gradscale, informed.gradscale, strict=True):
         assert one is not None
         assert two is not None
         torch.testing.assert_close(one, two)
-    assert told.statistics().gradient_norm == pytest.approx(0.1, rel=1e-3), "the gate sees what the base will see"
+    assert informed.statistics().gradient_norm == pytest.approx(0.1, rel=1e-3), "the gate sees what the base will see"
 
 
 def test_the_gate_sees_through_clipping_if_told() -> None:
     """All gradients clipped to one norm would seem to be alike."""
     optimizers = [wrap(make_model(), granularity="tensor", gate="paper") for _ in range(3)]
     for step in range(4):
-        for name, optimizer in zip(("whole", "clipped", "told"), optimizers, strict=True):
+        for name, optimizer in zip(("whole", "clipped", "informed"), optimizers, strict=True):
             optimizer.zero_grad()
             for parameter in optimizer.parameters():
                 parameter.grad = torch.full_like(parameter, 1.0 + step)
             if name != "whole":
                 norm = nn.utils.clip_grad_norm_(optimizer.parameters(), 0.1)
-            if name == "told":
+            if name == "informed":
                 optimizer.observe_clipping(torch.clamp(0.1 / (norm + 1e-6), max=1.0))
             optimizer.step()
-    whole, clipped, told = (optimizer.statistics().sensitivity for optimizer in optimizers)
+    whole, clipped, informed = (optimizer.statistics().sensitivity for optimizer in optimizers)
     assert clipped == pytest.approx(0.0, abs=1e-5)
-    assert told == pytest.approx(whole, rel=1e-4)
+    assert informed == pytest.approx(whole, rel=1e-4)
     assert whole == pytest.approx((4 / 3) ** 2 - 1, rel=1e-5)
 
 

@@ -83,8 +83,8 @@ def test_data_that_differ_from_call_to_call_are_refused(here: Path, capsys: pyte
     drawn = "    return TensorDataset(*tensors(next(sizes))), TensorDataset(*tensors(12)), 4"
     counting = OWN.replace("def data(", "import itertools\nsizes = itertools.count(40)\ndef data(")
     assert tried(here, own=counting.replace(it, drawn)) == 2
-    said = capsys.readouterr().err
-    assert "mine:data returns 40 and 12 training and test samples, and 41 and 12 when it is called again;" in said
+    output = capsys.readouterr().err
+    assert "mine:data returns 40 and 12 training and test samples, and 41 and 12 when it is called again;" in output
 
 
 CUT = "subsets = Subset(whole, order[:40]), Subset(whole, order[40:])"
@@ -106,8 +106,8 @@ def test_a_split_is_the_same_in_all_processes_or_is_refused(
     body = f"    whole = TensorDataset(*tensors(52))\n    {code}\n    return *subsets, 4\n"
     own = OWN.replace(head, f"{imports}{head}{body}")
     assert tried(here, own=own) == (0 if is_same else 2)
-    said = "mine:data returns another training item 0 when it is called again; all workers have to get the same"
-    assert (said in capsys.readouterr().err) != is_same
+    message = "mine:data returns another training item 0 when it is called again; all workers have to get the same"
+    assert (message in capsys.readouterr().err) != is_same
     if is_same:
         first, second = (own_data(WorkloadSpec(model="mine:net", dataset="mine:data")) for _ in range(2))
         assert all(torch.equal(first.test[n][0], second.test[n][0]) for n in range(12))
@@ -208,7 +208,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_in_own_code_is_one_line(here: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    (old, new), said = MISTAKES[name]
+    (old, new), message = MISTAKES[name]
     assert old in OWN
     code = tried(here, own=OWN.replace(old, new, 1))
     error = capsys.readouterr().err
@@ -216,7 +216,7 @@ def test_a_mistake_in_own_code_is_one_line(here: Path, capsys: pytest.CaptureFix
     assert code == (3 if name == "a missing import" else 2)
     # argparse writes its usage before
     assert error.count("\n") == 1 or "usage:" in error
-    for part in said.split(".*"):
+    for part in message.split(".*"):
         assert part in error
 
 
@@ -278,7 +278,7 @@ def tree(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"),
+    ("broken", "expected"),
     [
         ("", ""),
         ("test/dog/2.png", "2.png: cannot be decoded"),
@@ -286,7 +286,7 @@ def tree(folder: Path) -> Path:
         ("train", "expected a folder train/ in it, found: test"),
     ],
 )
-def test_folders_of_images(here: Path, capsys: pytest.CaptureFixture[str], broken: str, said: str) -> None:
+def test_folders_of_images(here: Path, capsys: pytest.CaptureFixture[str], broken: str, expected: str) -> None:
     folder = tree(here / "images")
     if broken == "train":
         (folder / "train").rename(here / "elsewhere")
@@ -300,7 +300,7 @@ def test_folders_of_images(here: Path, capsys: pytest.CaptureFixture[str], broke
     code = {"": 0, "train": 3}.get(broken, 2)
     assert rehearsal_process.main([str(here / "sweep.toml"), str(here / "cluster.toml")]) == code
     error = capsys.readouterr().err
-    assert said in error
+    assert expected in error
     assert error.count("\n") == bool(broken)
 
 
@@ -331,17 +331,17 @@ def test_a_large_model_takes_no_step(
 
 
 @pytest.mark.parametrize(
-    ("statement", "said"),
+    ("statement", "expected"),
     [
         ("raise OSError(116, 'Stale file handle')", "Stale file handle"),
         ("raise MemoryError", "MemoryError"),
     ],
 )
 def test_what_another_machine_may_do_better_refuses_nothing(
-    here: Path, capsys: pytest.CaptureFixture[str], statement: str, said: str
+    here: Path, capsys: pytest.CaptureFixture[str], statement: str, expected: str
 ) -> None:
     assert tried(here, own=OWN.replace("def data(spec):", f"def data(spec):\n    {statement}")) == 1
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 def test_memory_is_estimated_on_the_way(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

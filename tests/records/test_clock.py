@@ -50,8 +50,10 @@ def test_a_training_costs_what_it_took_where_the_clock_was_set_before_it_began(t
     run = make_run(tmp_path / "run", stage="plan")
     write_atomically(run.cluster_file, CLUSTER_TOML.replace('executor = "slurm"', 'executor = "local"'))
     for event, at in (("submitted", 0.0), ("finished", 35.0 + jump_s), ("ended", 36.0)):
-        said = Event(time=1.75e9 + at, event=event, stage="train", job_id="4000000", data={"nodes": 2, "label": "main"})
-        append_record(run.events_file, said)
+        record = Event(
+            time=1.75e9 + at, event=event, stage="train", job_id="4000000", data={"nodes": 2, "label": "main"}
+        )
+        append_record(run.events_file, record)
     cost = status_of(run.root).cost.train
     assert cost is not None
     assert cost.node_hours == pytest.approx(2 * 36.0 / 3600)

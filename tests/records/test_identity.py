@@ -67,11 +67,11 @@ def test_what_is_another_is_refused_in_one_line_with_what_to_do(key: str, tmp_pa
     refuse_another(run, None, SMALL)
     with pytest.raises(InputError) as raised:
         refuse_another(run, SMALL, SMALL.model_copy(update={key: value}))
-    said = str(raised.value)
-    assert words in said
-    assert said.startswith(f"{tmp_path}: what would be trained now is not what was measured")
-    assert said.endswith("Undo the change, or measure what is there now with another --run-dir.")
-    assert "\n" not in said
+    message = str(raised.value)
+    assert words in message
+    assert message.startswith(f"{tmp_path}: what would be trained now is not what was measured")
+    assert message.endswith("Undo the change, or measure what is there now with another --run-dir.")
+    assert "\n" not in message
 
 
 def test_files_that_are_new_or_gone_have_changed() -> None:
@@ -96,12 +96,12 @@ def test_measurements_of_two_models_are_not_planned_from(tmp_path: Path, capsys:
         row = measurement(Configuration(1, 1, batch), identity=identity, finished_at=time)
         append_record(run.profile / f"n1-b{batch}-9.jsonl", row)
     assert plan_main([str(run.root)]) == 2
-    said = capsys.readouterr().err
-    assert "mix different models or data (the model has 2,468 parameters now, 1,234 before" in said
-    assert f"or keep it and delete {run.profile / 'n1-b32-9.jsonl'}, {run.profile / 'n1-b64-9.jsonl'}, or" in said
-    assert "Undo the change and delete " in said
+    output = capsys.readouterr().err
+    assert "mix different models or data (the model has 2,468 parameters now, 1,234 before" in output
+    assert f"or keep it and delete {run.profile / 'n1-b32-9.jsonl'}, {run.profile / 'n1-b64-9.jsonl'}, or" in output
+    assert "Undo the change and delete " in output
     # and status says so
-    assert obstacle(run, run.measurements().records) == said.strip()
+    assert obstacle(run, run.measurements().records) == output.strip()
     for batch in (32, 64):
         (run.profile / f"n1-b{batch}-9.jsonl").unlink()
     assert plan_main([str(run.root)]) == 0
@@ -119,8 +119,8 @@ LAYERS = "from torch import nn\ndef wide(width):\n    return nn.Linear(192, widt
 
 def tell(folder: Path, seed: int) -> None:
     os.chdir(folder)
-    told = build_workload(WorkloadSpec(model="net:net", seed=seed)).identity.model_dump_json()
-    Path("identity.json").write_text(told)
+    identity = build_workload(WorkloadSpec(model="net:net", seed=seed)).identity.model_dump_json()
+    Path("identity.json").write_text(identity)
 
 
 def identity_in(folder: Path, seed: int = 0) -> Identity:

@@ -181,38 +181,40 @@ def test_an_event_that_only_an_earlier_version_wrote_is_no_damage(tmp_path: Path
 
 def test_events_belong_to_the_latest_submission_of_their_job_id() -> None:
     submitted, ended = {"event": "submitted", "job_id": "7"}, {"event": "ended", "job_id": "7", "failure": "killed"}
-    told = history(submitted | {"data": {"label": "a"}}, ended, submitted | {"data": {"label": "b"}})
-    first, second = told.submissions()
+    run_history = history(submitted | {"data": {"label": "a"}}, ended, submitted | {"data": {"label": "b"}})
+    first, second = run_history.submissions()
     assert (first.end, second.end) == ((1.0, Failure.KILLED), None)
-    assert [job.label for job in told.unsettled("train")] == ["b"]
-    assert [len(told.of_training(label)) for label in ("a", "b", "main")] == [2, 1, 0]
-    assert told.in_vain("a", Failure.KILLED) == 1
+    assert [job.label for job in run_history.unsettled("train")] == ["b"]
+    assert [len(run_history.of_training(label)) for label in ("a", "b", "main")] == [2, 1, 0]
+    assert run_history.in_vain("a", Failure.KILLED) == 1
 
 
 def test_what_a_job_reports_before_its_submission_is_on_record_is_kept() -> None:
     report = {"event": "oom", "job_id": "7", "failure": "device_oom"}
-    told = history(report, {"event": "submitted", "job_id": "7", "data": {"label": "a"}})
-    assert told.job("7").memory_failure is Failure.DEVICE_OOM
-    assert len(told.of_training("a")) == 2
+    run_history = history(report, {"event": "submitted", "job_id": "7", "data": {"label": "a"}})
+    assert run_history.job("7").memory_failure is Failure.DEVICE_OOM
+    assert len(run_history.of_training("a")) == 2
 
 
 def test_a_training_whose_files_were_moved_away_is_not_the_next_ones() -> None:
     """Neither its events nor the nodes that it had; its jobs stay on record."""
     before = [{"event": "submitted", "job_id": "7"}, {"event": "finished", "job_id": "7"}]
-    told = history(
+    run_history = history(
         *before, {"event": "submitted", "job_id": "8", "data": {"anew": True}}, {"event": "resumed", "job_id": "8"}
     )
-    assert [event.job_id for event in told.of_training("main")] == ["8", "8"]
+    assert [event.job_id for event in run_history.of_training("main")] == ["8", "8"]
     runs = [JobAccount(job_id=i, stage="train", state="COMPLETED", over=True, nodes=2, elapsed_s=9.0) for i in "78"]
-    assert told.accounted("main", runs) == (runs[1],)
-    assert [job.job_id for job in told.submissions("train")] == ["7", "8"]
-    assert told.accounted("main", runs[:1]) == ()
+    assert run_history.accounted("main", runs) == (runs[1],)
+    assert [job.job_id for job in run_history.submissions("train")] == ["7", "8"]
+    assert run_history.accounted("main", runs[:1]) == ()
 
 
 def test_a_jobs_own_report_goes_before_the_schedulers() -> None:
     own = {"event": "oom", "job_id": "7", "failure": "device_oom", "detail": "at b=64"}
-    told = history({"event": "submitted", "job_id": "7"}, own, {"event": "ended", "job_id": "7", "failure": "bug"})
-    assert told.submissions()[0].failure == (Failure.DEVICE_OOM, "at b=64", None)
+    run_history = history(
+        {"event": "submitted", "job_id": "7"}, own, {"event": "ended", "job_id": "7", "failure": "bug"}
+    )
+    assert run_history.submissions()[0].failure == (Failure.DEVICE_OOM, "at b=64", None)
 
 
 def test_a_training_that_was_submitted_again_after_its_failure_has_none() -> None:

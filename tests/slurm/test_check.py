@@ -96,8 +96,8 @@ def files(
 
 def check(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> Checked:
     code = main([*arguments, "--json"])
-    printed, said = capsys.readouterr()
-    assert printed, said
+    printed, errors = capsys.readouterr()
+    assert printed, errors
     return Checked(code, printed)
 
 
@@ -109,8 +109,8 @@ def checking(here: Path, arguments: list[str], environment: dict[str, str]) -> I
     with subprocess.Popen(command, env=environment, cwd=here, **pipes) as process:
 
         def ended() -> Checked:
-            printed, said = process.communicate(timeout=550)
-            assert printed, said
+            printed, errors = process.communicate(timeout=550)
+            assert printed, errors
             return Checked(process.returncode, printed)
 
         try:

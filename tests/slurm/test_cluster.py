@@ -108,9 +108,9 @@ def test_a_preempted_job_is_requeued_and_knows_it(slurm_cluster: MiniCluster, tm
     urgent_id = slurm_cluster.preempt(job_id)
     slurm_cluster.wait_for(lambda: slurm_cluster.job_state(urgent_id) == "COMPLETED", 40)
     slurm_cluster.wait_for(lambda: slurm_cluster.job_state(job_id) == "COMPLETED", 30)
-    told = [text for text in log.read_text().splitlines() if text.startswith(("run", "got"))]
-    assert (told[0], told[-1]) == ("run 0", "run 1")
-    assert set(told[1:-1]) == {"got TERM"}
+    messages = [text for text in log.read_text().splitlines() if text.startswith(("run", "got"))]
+    assert (messages[0], messages[-1]) == ("run 0", "run 1")
+    assert set(messages[1:-1]) == {"got TERM"}
 
 
 @pytest.mark.thorough

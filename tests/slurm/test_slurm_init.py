@@ -26,8 +26,8 @@ def test_slurm_takes_jobs_as_the_written_file_asks_for_them(
 ) -> None:
     target = tmp_path / "cluster.toml"
     assert main([str(target), *(["--partition", partition] if partition else [])]) == 0
-    said = capsys.readouterr().out
-    assert all(name in said for name in ("batch", "cancel", "urgent", "steady"))
+    output = capsys.readouterr().out
+    assert all(name in output for name in ("batch", "cancel", "urgent", "steady"))
     spec = load_cluster(target)
     # each node has four GPUs but only two cores, so two workers
     assert (spec.partition, spec.device, spec.workers_per_node) == (partition or "batch", "cuda", 2)
@@ -116,9 +116,9 @@ def test_clusters_of_all_kinds(
     target = tmp_path / "cluster.toml"
     with of_another_kind(slurm_cluster, Random(seed)):
         code = main([str(target)])
-        said = capsys.readouterr()
+        output = capsys.readouterr()
         if code != 0:
-            assert "part" in said.err
+            assert "part" in output.err
             assert not target.exists()
             return
         spec = load_cluster(target)

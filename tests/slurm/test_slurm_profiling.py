@@ -35,7 +35,7 @@ class Profiled:
 
     def __init__(self, folder: Path, done: subprocess.CompletedProcess[str]) -> None:
         assert done.returncode == 0, done.stderr + done.stdout
-        self.run, self.said = RunDirectory(folder / "run"), done.stdout
+        self.run, self.output = RunDirectory(folder / "run"), done.stdout
         self.jobs = [event for event in self.run.events() if event.event == "submitted"]
 
 
@@ -126,7 +126,7 @@ def test_the_cost_counts_from_the_start_of_the_allocation(nested: Profiled) -> N
     began, ready = nested.run.job_notes()[:2]
     assert 0 <= began.began_at - began.submitted_at < 60
     assert began.began_at <= began.time < ready.time
-    assert "profiling cost: 4 configurations in 1 job" in nested.said
+    assert "profiling cost: 4 configurations in 1 job" in nested.output
 
 
 def test_a_profile_whose_requeue_is_refused_is_followed_by_another(begun: dict[str, Future[Profiled]]) -> None:

@@ -21,13 +21,13 @@ from tula_hpc.status.text import status_text
 PATIENCE_S = 90.0
 
 
-def told_when(root: Path, holds: Callable[[RunStatus], bool]) -> RunStatus:
+def status_when(root: Path, holds: Callable[[RunStatus], bool]) -> RunStatus:
     """Return the first status for which the predicate holds."""
     deadline = time.monotonic() + PATIENCE_S
-    while not holds(told := status.status_of(root)):
-        assert time.monotonic() < deadline, status_text(told)
+    while not holds(run_status := status.status_of(root)):
+        assert time.monotonic() < deadline, status_text(run_status)
         time.sleep(1.0)
-    return told
+    return run_status
 
 
 def test_status_sees_what_runs_waits_was_requeued_and_is_over(
@@ -41,34 +41,34 @@ def test_status_sees_what_runs_waits_was_requeued_and_is_over(
     waiting = launcher_at(tmp_path, "sbatch.hold=true")
     (held,) = waiting.submit([says(2, tmp_path)], stage="profile", nodes=1, minutes=2)
 
-    def phase(told: RunStatus, job_id: str) -> JobPhase:
-        return next(job.phase for job in told.jobs if job.job_id == job_id)
+    def phase(run_status: RunStatus, job_id: str) -> JobPhase:
+        return next(job.phase for job in run_status.jobs if job.job_id == job_id)
 
-    told = told_when(root, lambda told: phase(told, first.job_id) is JobPhase.RUNNING)
-    reasons = {job.job_id: (job.reason, job.stuck) for job in told.jobs}
+    run_status = status_when(root, lambda run_status: phase(run_status, first.job_id) is JobPhase.RUNNING)
+    reasons = {job.job_id: (job.reason, job.stuck) for job in run_status.jobs}
     assert reasons[second.job_id] == ("JobArrayTaskLimit", False)
     assert reasons[held.job_id] == ("JobHeldUser", True)
 
     slurm.cancel([second.job_id])  # otherwise the second job would run while the first one waits
     time.sleep(2.0)
     slurm.run_command(["scontrol", "requeue", first.job_id])
-    told_when(root, lambda told: phase(told, first.job_id) is JobPhase.WAITING)
-    told_when(root, lambda told: phase(told, first.job_id) is JobPhase.RUNNING)
+    status_when(root, lambda run_status: phase(run_status, first.job_id) is JobPhase.WAITING)
+    status_when(root, lambda run_status: phase(run_status, first.job_id) is JobPhase.RUNNING)
 
     monkeypatch.setattr(status, "QUEUE_TIMEOUT_S", 1.0)
     with stopped(slurm_cluster, 3):
-        told = status.status_of(root)
-    assert (told.state, told.scheduler.answered) == ("unknown", False)
+        run_status = status.status_of(root)
+    assert (run_status.state, run_status.scheduler.answered) == ("unknown", False)
     monkeypatch.undo()
 
     slurm.cancel([first.array_id, held.job_id])
-    told = told_when(root, lambda told: {job.phase for job in told.jobs} == {JobPhase.OVER})
-    assert {job.state for job in told.jobs} == {"CANCELLED"}
-    assert told.state == "over"
+    run_status = status_when(root, lambda run_status: {job.phase for job in run_status.jobs} == {JobPhase.OVER})
+    assert {job.state for job in run_status.jobs} == {"CANCELLED"}
+    assert run_status.state == "over"
     _, accounted = status.ask(read_facts(launcher.run))
     assert len(accounted[first.job_id]) == 2, "both runs of the requeued job"
-    assert told.cost.profile is not None
-    assert told.cost.profile.source == "sacct"
+    assert run_status.cost.profile is not None
+    assert run_status.cost.profile.source == "sacct"
     node_seconds = sum(run.node_seconds for runs in accounted.values() for run in runs)
-    assert told.cost.node_hours == pytest.approx(node_seconds / 3600)
+    assert run_status.cost.node_hours == pytest.approx(node_seconds / 3600)
     assert min(run.nodes for run in accounted[first.job_id]) == 2

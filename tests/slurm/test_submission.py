@@ -146,9 +146,9 @@ def test_a_limit_on_submitted_jobs_is_respected_and_nothing_is_lost(
             assert 1 <= len(jobs) <= 2
             if len(jobs) == 2:
                 assert main([*dry_run_of(tmp_path), "--set", "search.cluster_sizes=[1]"]) == 0
-                said = capsys.readouterr().out
-                assert "train, N=1, 1 task: would wait until you have fewer jobs: " in said
-                assert said.count("QOSMaxSubmitJobPerUserLimit") == 2
+                output = capsys.readouterr().out
+                assert "train, N=1, 1 task: would wait until you have fewer jobs: " in output
+                assert output.count("QOSMaxSubmitJobPerUserLimit") == 2
             launcher.wait(jobs)
             todo = todo[len(jobs) :]
     assert runs(notes) == dict.fromkeys(range(4), 1)

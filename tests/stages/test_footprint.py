@@ -114,14 +114,14 @@ def test_an_estimate_grows_with_the_batch_and_says_what_fits(device: str) -> Non
     key = "device_memory_gb" if device == "cuda" else "memory_gb"
     copied = open_ended.checkpoint_bytes
     assert copied == open_ended.parameter_bytes + open_ended.optimizer_bytes
-    beside = open_ended.scaling_bytes + (copied if device == "cpu" else 0)
-    needed = (peaks[3] + beside + 1) / 0.9 / 1024**3
+    other_bytes = open_ended.scaling_bytes + (copied if device == "cpu" else 0)
+    needed = (peaks[3] + other_bytes + 1) / 0.9 / 1024**3
     limited = estimate_footprint(sweep(), ClusterSpec.model_validate({"device": device, key: needed + 0.02}))
     assert limited.largest_local_batch == 64
     tiny = estimate_footprint(sweep(), ClusterSpec.model_validate({"device": device, key: 0.001}))
     assert tiny.largest_local_batch == 0
-    assert tiny.beside_bytes == beside
-    assert tiny.parameter_bytes + beside < tiny.before_batch_bytes < peaks[0] + beside
+    assert tiny.beside_bytes == other_bytes
+    assert tiny.parameter_bytes + other_bytes < tiny.before_batch_bytes < peaks[0] + other_bytes
 
 
 def test_a_lone_worker_may_have_to_take_passes_for_norms_that_are_free_elsewhere() -> None:
@@ -239,9 +239,9 @@ def test_keys_can_be_set_and_data_that_is_known_by_name_need_not_be_here(
 
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(files(tmp_path, model="resnet17")[0])]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "resnet17" in said
+    output = capsys.readouterr().err
+    assert output.count("\n") == 1
+    assert "resnet17" in output
 
 
 def test_the_client_gives_the_record(

@@ -18,13 +18,13 @@ from tula_hpc.stages.notify import notify, notify_of_news
 
 def sweep_with(folder: Path, command: str | None = None) -> Sweep:
     """A sweep whose command writes down what it is told."""
-    writes = f'printf "%s|%s|%s\\n" "$TULA_EVENT" "$TULA_MESSAGE" "$TULA_RUN" >>{folder}/told'
+    writes = f'printf "%s|%s|%s\\n" "$TULA_EVENT" "$TULA_MESSAGE" "$TULA_RUN" >>{folder}/notifications'
     cluster = ClusterSpec(on_event=command or writes)
     return Sweep(SweepSpec(name="x"), cluster, RunDirectory(folder / "run").create(), unix_time())
 
 
-def told(folder: Path) -> list[str]:
-    path = folder / "told"
+def lines_of(folder: Path) -> list[str]:
+    path = folder / "notifications"
     return path.read_text().splitlines() if path.exists() else []
 
 
@@ -44,13 +44,13 @@ def test_the_news_of_a_training_are_told_once_each_also_by_another_command(tmp_p
         run.log_event("finished", "train", job_id="3", detail="64.5 % test accuracy")
     for command in (sweep, sweep, sweep_with(tmp_path)):
         notify_of_news(command, running=0)
-    assert [line.rpartition("|")[0] for line in told(tmp_path)] == [
+    assert [line.rpartition("|")[0] for line in lines_of(tmp_path)] == [
         "training_started|x: the training runs",
         "training_preempted|x: stop requested (USR2); saved at step 40",
         "training_failed|x: preempted: requeue refused: no",
         "training_finished|x: 64.5 % test accuracy",
     ]
-    assert {line.rpartition("|")[2] for line in told(tmp_path)} == {str(run.root)}
+    assert {line.rpartition("|")[2] for line in lines_of(tmp_path)} == {str(run.root)}
 
 
 def test_the_end_of_a_stage_is_told_again_only_after_further_jobs(tmp_path: Path) -> None:
@@ -59,14 +59,14 @@ def test_the_end_of_a_stage_is_told_again_only_after_further_jobs(tmp_path: Path
         sweep.run.log_event("submitted", "profile", job_id=job_id)
         for _ in range(2):
             notify(sweep, "stage_ended", "profiling is done", "profile")
-    assert len(told(tmp_path)) == 2
+    assert len(lines_of(tmp_path)) == 2
 
 
 def test_what_happened_is_data_to_the_shell(tmp_path: Path) -> None:
     """And the command is no argument, which everybody on the machine could read."""
     hostile = f'"; touch {tmp_path}/made; $(touch {tmp_path}/made) `touch {tmp_path}/made`\x1b[2J'
     notify(sweep_with(tmp_path), "sweep_failed", f"{hostile}\nand more")
-    (line,) = told(tmp_path)
+    (line,) = lines_of(tmp_path)
     assert line.split("|")[1] == "x: " + hostile.replace("\x1b", "\\x1b")
     assert not (tmp_path / "made").exists()
     assert str(tmp_path) not in " ".join(notifications.SHELL)

@@ -138,18 +138,18 @@ def part_with_limit(root: Path, name: str = "", **search: object) -> Sweep:
 
 
 def test_before_the_first_profile_an_estimate_is_made_once(tmp_path: Path, asked: list[str]) -> None:
-    said = Said()
-    assert [_trusted_batch(part_with_limit(tmp_path), said) for _ in range(2)] == [32, 32]
+    progress = Said()
+    assert [_trusted_batch(part_with_limit(tmp_path), progress) for _ in range(2)] == [32, 32]
     assert asked == [""]
-    assert "local batches up to 32 fit" in said.lines[-1]
-    assert _trusted_batch(part_with_limit(tmp_path, "gpu"), said) == 32
+    assert "local batches up to 32 fit" in progress.lines[-1]
+    assert _trusted_batch(part_with_limit(tmp_path, "gpu"), progress) == 32
     assert asked == ["", "gpu"]  # another part has another limit
 
 
 def test_an_estimate_that_fails_is_said_and_stops_nothing(tmp_path: Path, asked: list[str]) -> None:
-    said = Said()
-    assert _trusted_batch(part_with_limit(tmp_path, "broken"), said) is None
-    assert "no torch here" in said.lines[-1]
+    progress = Said()
+    assert _trusted_batch(part_with_limit(tmp_path, "broken"), progress) is None
+    assert "no torch here" in progress.lines[-1]
     assert asked == ["broken"]
 
 
@@ -215,9 +215,9 @@ def test_where_no_batch_fits_nothing_is_submitted_unless_the_estimate_is_not_wan
     assert [(event.event, event.detail) for event in sweep.run.events()] == [("failed", sentence)]
     assert none_fits(part_with_limit(tmp_path, estimate=False), TOO_LARGE) == ""
     small_states = {"parameter_bytes": 1, "beside_bytes": 0, "host_baseline_bytes": 1024**3}
-    said = none_fits(sweep, TOO_LARGE.model_copy(update=small_states))
-    assert "uses 1.0 GiB before any batch (1.0 GiB of it interpreter and libraries) and 3.0 GiB with" in said
-    assert "lower search.min_batch" in said
+    message = none_fits(sweep, TOO_LARGE.model_copy(update=small_states))
+    assert "uses 1.0 GiB before any batch (1.0 GiB of it interpreter and libraries) and 3.0 GiB with" in message
+    assert "lower search.min_batch" in message
     append_record(sweep.run.profile / "n1.jsonl", measurement(Configuration(1, 1, 32)))
     assert none_fits(sweep, TOO_LARGE) == "", "it did fit"
 
@@ -267,10 +267,10 @@ class Scheduler:
         self, jobs: Sequence[ProfileJob], *, data: Sequence[Mapping[str, object]], **_: object
     ) -> list[Submitted]:
         submitted = []
-        for job, said in zip(jobs, data, strict=True):
+        for job, fields in zip(jobs, data, strict=True):
             self.wanted.append(list(job.configurations))
             job_id = str(len(self.wanted))
-            self.run.log_event("submitted", "profile", job_id=job_id, data={"folder": f"slurm/{job_id}", **said})
+            self.run.log_event("submitted", "profile", job_id=job_id, data={"folder": f"slurm/{job_id}", **fields})
             if self.measures and len(job.configurations) > 1:
                 append_record(job.output, measurement(job.configurations[0], job_id=job_id))
             submitted.append(Submitted(job_id, self.run.slurm))
@@ -424,9 +424,9 @@ def test_a_cancelled_job_is_told_once(
     scheduler, sweep = profile(monkeypatch, tmp_path, measures=False, kind=Cancelled)
     with pytest.raises(StageError, match="was cancelled, by scancel or an operator"):
         profile_stage(sweep)
-    said = capsys.readouterr().err
-    assert said.count("was cancelled, by scancel or an operator") == len(scheduler.wanted)
-    assert "failed while it measured" not in said
+    output = capsys.readouterr().err
+    assert output.count("was cancelled, by scancel or an operator") == len(scheduler.wanted)
+    assert "failed while it measured" not in output
     assert {row.detail for row in sweep.run.measurements().records} == {"by scancel or an operator"}
 
 
@@ -453,8 +453,8 @@ def test_why_a_job_that_ran_waits_again_is_told_once(
 ) -> None:
     _, sweep = profile(monkeypatch, tmp_path, measures=True, kind=Requeued)
     profile_stage(sweep)
-    said = capsys.readouterr().err
-    assert said.count("profiling: job 1 waits to run again, as a node failed (NODE_FAIL)\n") == 1
+    output = capsys.readouterr().err
+    assert output.count("profiling: job 1 waits to run again, as a node failed (NODE_FAIL)\n") == 1
 
 
 class BrokenSetup(Scheduler):
@@ -500,10 +500,10 @@ def test_a_preemption_is_not_held_against_what_was_being_measured(
     with monkeypatch.context() as context:
         # all events of a run are read for a broken device alone
         context.delattr(RunDirectory, "events")
-        told = _record_end(part, submission, end)
+        is_counted = _record_end(part, submission, end)
     recorded = [m.configuration for m in part.run.measurements().records]
     if failure is Failure.PREEMPTED:
-        assert (told, recorded, _broken_rounds(part)) == (False, [small], 0)
+        assert (is_counted, recorded, _broken_rounds(part)) == (False, [small], 0)
     else:
-        assert (told, recorded, _broken_rounds(part)) == (True, [small, large], 1)
+        assert (is_counted, recorded, _broken_rounds(part)) == (True, [small, large], 1)
     assert [event.failure for event in part.run.events() if event.event == "ended"] == [failure]

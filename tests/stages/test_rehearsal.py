@@ -61,8 +61,8 @@ def test_own_code_that_crashes_is_refused_with_its_place(answers: Callable[[str]
     for cluster, way_out in ((ClusterSpec(), ""), (SLURM, f"{ELSEWHERE}\n")):
         with pytest.raises(InputError) as raised:
             rehearse(spec_of(), cluster, FILES)
-        said = f"your own code ends its process: Segmentation fault (mine.py:7)\n{way_out}Nothing was submitted."
-        assert str(raised.value) == said
+        message = f"your own code ends its process: Segmentation fault (mine.py:7)\n{way_out}Nothing was submitted."
+        assert str(raised.value) == message
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,9 @@ def test_where_it_cannot_be_tried_nothing_is_refused(
 ) -> None:
     answers(program)
     monkeypatch.setattr("tula_hpc.stages.rehearsal.TIMEOUT_S", timeout_s)
-    said = rehearse(spec_of(), SLURM, FILES)
-    assert isinstance(said, str)
-    assert said.startswith(reason)
+    message = rehearse(spec_of(), SLURM, FILES)
+    assert isinstance(message, str)
+    assert message.startswith(reason)
 
 
 def test_the_trial_has_the_variables_of_a_job(answers: Callable[[str], None]) -> None:
@@ -135,9 +135,9 @@ def test_a_script_that_names_no_way_for_several_workers_is_warned_of_before_any_
     spec = SweepSpec(name="x", workload=work, search=SearchSpec(cluster_sizes=sizes))
     cluster = ClusterSpec(workers_per_node=of_node)
     try_before_jobs(Sweep(spec, cluster, RunDirectory(tmp_path / "run").create()))
-    said = capsys.readouterr().err
-    assert ("train.py does not seem to use DistributedDataParallel" in said) is (remedy is not None)
-    assert remedy is None or said.endswith(f" to use a single worker, set {remedy}\n")
+    output = capsys.readouterr().err
+    assert ("train.py does not seem to use DistributedDataParallel" in output) is (remedy is not None)
+    assert remedy is None or output.endswith(f" to use a single worker, set {remedy}\n")
 
 
 class Rehearsals:

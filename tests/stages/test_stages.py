@@ -184,7 +184,7 @@ def test_a_log_has_no_line_more_often_than_an_epoch_and_a_minute_and_keeps_the_l
     tick = training_tick(Sweep(SweepSpec(name="x"), ClusterSpec(), run), StageProgress("training"))
     epoch = {"samples_seen": 3200, "global_batch": 64, "epoch_time_s": 120.0, "steps": 10, "train_loss": 1.0}
 
-    def told(epochs: float, after_s: float, *, running: int = 1, samples: int = 64) -> list[str]:
+    def log_lines(epochs: float, after_s: float, *, running: int = 1, samples: int = 64) -> list[str]:
         """Lines after so many epochs, with a score after the first alone."""
         row = StepMetrics(step=1, samples_seen=samples, epoch=epochs, loss=1.0, lr=0.1, step_time_s=12.0)
         append_record(metrics, row)
@@ -195,16 +195,16 @@ def test_a_log_has_no_line_more_often_than_an_epoch_and_a_minute_and_keeps_the_l
         tick(JobsNow(running, f"{running} running"))
         return capsys.readouterr().err.splitlines()
 
-    assert len(told(0.1, 1.0)) == 1
-    assert told(0.5, 90.0) == [], "a minute within an epoch"
-    assert len(told(1, 90.0)) == 1
-    assert told(2, 10.0) == [], "an epoch within a minute"
-    (line,) = told(3, 60.0)
+    assert len(log_lines(0.1, 1.0)) == 1
+    assert log_lines(0.5, 90.0) == [], "a minute within an epoch"
+    assert len(log_lines(1, 90.0)) == 1
+    assert log_lines(2, 10.0) == [], "an epoch within a minute"
+    (line,) = log_lines(3, 60.0)
     assert "3 of 10 epochs done, 1 running, 64.5 % test accuracy" in line
-    (line,) = told(11.5, 60.0)
+    (line,) = log_lines(11.5, 60.0)
     assert "; the script goes on after workload.epochs epochs of workload.samples samples: one of the two" in line
-    assert len(told(3.1, 1.0, running=0)) == 1, "a change of the jobs is told at once"
-    (line,) = told(4, 90.0, samples=128)
+    assert len(log_lines(3.1, 1.0, running=0)) == 1, "a change of the jobs is told at once"
+    (line,) = log_lines(4, 90.0, samples=128)
     assert line.endswith("now than in its profile: the plan is made for steps of 64 samples")
 
 

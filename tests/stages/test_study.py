@@ -322,21 +322,21 @@ def test_equals_are_marked_alike_and_named_together() -> None:
     found = table({("lbt", 512): [0.7, 0.6], ("ags", 512): [0.6, 0.7], ("lrs", 512): [0.4], ("lars", 512): [0.4]})
     marks = {column: entry.mark for (column, _), entry in found.entries.items()}
     assert marks == {"lbt": "best", "ags": "best", "lrs": "worst", "lars": "worst"}
-    (said,) = verdicts(found)
-    assert "Best are lbt and ags with 65.0 ± 7.1 %, 25.0 points above lrs." in said
-    assert "Within one standard deviation" not in said
-    assert "Worst are lrs and lars with 40.0 %." in said
+    (message,) = verdicts(found)
+    assert "Best are lbt and ags with 65.0 ± 7.1 %, 25.0 points above lrs." in message
+    assert "Within one standard deviation" not in message
+    assert "Worst are lrs and lars with 40.0 %." in message
 
 
-def said_of(small: Sequence[float | None], plain: Sequence[float | None], **others: Sequence[float | None]) -> str:
+def verdict_of(small: Sequence[float | None], plain: Sequence[float | None], **others: Sequence[float | None]) -> str:
     """The verdict on a batch of 512."""
     rows = {("lbt", 128): small, ("lbt", 512): plain, **{(name, 512): values for name, values in others.items()}}
-    (said,) = verdicts(table({place: values for place, values in rows.items() if values}))
-    return said
+    (message,) = verdicts(table({place: values for place, values in rows.items() if values}))
+    return message
 
 
 @pytest.mark.parametrize(
-    ("small", "plain", "said"),
+    ("small", "plain", "expected"),
     [
         ([0.7], [0.65], "plain large-batch training (65.0 %) lost 5.0 points against the 70.0 % of B = 128."),
         (
@@ -384,21 +384,21 @@ def said_of(small: Sequence[float | None], plain: Sequence[float | None], **othe
     ],
 )
 def test_the_verdict_begins_with_what_became_of_plain_training(
-    small: list[float | None], plain: list[float | None], said: str
+    small: list[float | None], plain: list[float | None], expected: str
 ) -> None:
-    assert said_of(small, plain, ags=[0.2]).startswith(f"B = 512: {said}")
+    assert verdict_of(small, plain, ags=[0.2]).startswith(f"B = 512: {expected}")
 
 
 def test_runs_that_diverged_are_told_once_in_whole_sentences() -> None:
-    said = said_of([0.7, 0.7], [None, 0.6], ags=[0.66, 0.66], lrs=[None, 0.65])
-    assert (said.count("diverged"), said.count("lrs diverged in 1 of 2 runs.")) == (2, 1)
-    assert "Recovered" not in said
-    assert "  " not in said
+    message = verdict_of([0.7, 0.7], [None, 0.6], ags=[0.66, 0.66], lrs=[None, 0.65])
+    assert (message.count("diverged"), message.count("lrs diverged in 1 of 2 runs.")) == (2, 1)
+    assert "Recovered" not in message
+    assert "  " not in message
 
 
 def test_a_lead_that_rounds_to_nothing_is_no_lead_of_nothing() -> None:
-    said = said_of([0.7], [0.6], ags=[0.6502], lrs=[0.65])
-    assert "Best is ags with 65.0 %, less than 0.1 points above lrs. How much of that" in said
+    message = verdict_of([0.7], [0.6], ags=[0.6502], lrs=[0.65])
+    assert "Best is ags with 65.0 %, less than 0.1 points above lrs. How much of that" in message
 
 
 def test_where_no_method_came_through_nothing_is_said_to_be_missing() -> None:

@@ -123,10 +123,10 @@ def test_a_bug_or_a_cancellation_ends_it(
     failure: Failure,
     words: tuple[str, str],
 ) -> None:
-    said, follows = words
+    message, follows = words
     scheduler, error = train(monkeypatch, tmp_path, lambda _: failure)
     assert scheduler.jobs == 1
-    assert said in error
+    assert message in error
     assert "from the start" not in error
     sweep = Sweep(SPEC, ClusterSpec(), RunDirectory(tmp_path / "run"), unix_time())
 
@@ -170,11 +170,11 @@ def test_a_script_that_goes_on_from_nothing_is_said_to_begin_from_the_start(
     if is_kept:
         files.checkpoints.mkdir()
         (files.checkpoints / f"checkpoint-r0000-{STEP.samples_seen // 4}.tula").touch()
-    told: list[float] = []
-    monkeypatch.setattr(StageProgress, "update", lambda _, done, *__, **___: told.append(done))
+    recorded: list[float] = []
+    monkeypatch.setattr(StageProgress, "update", lambda _, done, *__, **___: recorded.append(done))
     _, error = train(monkeypatch, tmp_path, lambda _: Failure.CANCELLED)
     assert ("This training then begins from the start" in error) == is_lost
-    assert told == [0.0 if is_lost else STEP.epoch]
+    assert recorded == [0.0 if is_lost else STEP.epoch]
     assert (files.root / "metrics-1.jsonl").exists() == is_lost
 
 
@@ -188,8 +188,8 @@ def test_a_training_whose_checkpoints_are_gone_is_said_to_begin_from_the_start(
     assert "warning" not in capsys.readouterr().err
     run.log_event("checkpoint", "train")
     train(monkeypatch, tmp_path, lambda _: Failure.CANCELLED)
-    said = f"warning: what the training had saved in {files.checkpoints} is gone; the training begins from the start"
-    assert said in capsys.readouterr().err
+    message = f"warning: what the training had saved in {files.checkpoints} is gone; the training begins from the start"
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -210,8 +210,8 @@ def test_a_job_that_runs_again_is_told_with_the_reason_and_from_where(
     for _ in range(2):
         tick(JobsNow(1, "1 running"))
     again = f" runs again{why}:" if why else ""
-    said = f"training: job 7{again} from a.tula at step 3\n"
-    assert capsys.readouterr().err.count(said) == (why is not None)
+    message = f"training: job 7{again} from a.tula at step 3\n"
+    assert capsys.readouterr().err.count(message) == (why is not None)
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
@@ -231,16 +231,16 @@ def test_while_a_script_waits_only_what_is_kept_counts_as_done(
     if is_kept:
         files.checkpoints.mkdir()
         (files.checkpoints / f"checkpoint-r0000-{STEP.samples_seen // 4}.tula").touch()
-    told: list[tuple[float, list[str]]] = []
+    recorded: list[tuple[float, list[str]]] = []
     progress = stage_progress("training")
-    monkeypatch.setattr(progress, "update", lambda *given, **_: told.append((given[0], given[4])))
+    monkeypatch.setattr(progress, "update", lambda *given, **_: recorded.append((given[0], given[4])))
     tick = training_tick(sweep, progress)
     tick(JobsNow(1, "1 running"))
     tick(JobsNow(0, "1 waiting", 1))
     # its job has begun, its script has not
     tick(JobsNow(1, "1 running"))
     lost = [] if is_kept else [f"nothing of the {STEP.epoch:g} epochs trained so far is kept"]
-    assert told == [(STEP.epoch, []), *2 * [(STEP.epoch / 4 if is_kept else 0.0, lost)]]
+    assert recorded == [(STEP.epoch, []), *2 * [(STEP.epoch / 4 if is_kept else 0.0, lost)]]
 
 
 def test_a_diverged_training_is_told_the_way_to_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -262,9 +262,9 @@ def test_a_metric_of_a_script_that_matches_nothing_is_named(tmp_path: Path, monk
     spec = SweepSpec.model_validate({"name": "x", "workload": script | {"metric": r"acc (?P<test_accuracy>[\d.]+)"}})
     run = RunDirectory(tmp_path / "run").create()
     sweep, files = Sweep(spec, ClusterSpec(), run), run.make_train()
-    told: list[list[str]] = []
+    updates: list[list[str]] = []
     progress = stage_progress("training")
-    monkeypatch.setattr(progress, "update", lambda *given, **_: told.append(given[4]))
+    monkeypatch.setattr(progress, "update", lambda *given, **_: updates.append(given[4]))
     tick = training_tick(sweep, progress)
     unknown = dict.fromkeys(("train_loss", "test_loss", "test_accuracy", "test_top5_accuracy"))
     seen = {"epoch": 1, "step": 10, "samples_seen": 640, "global_batch": 64, "epoch_time_s": 1.0, "steps": 10}
@@ -273,8 +273,8 @@ def test_a_metric_of_a_script_that_matches_nothing_is_named(tmp_path: Path, monk
     for epoch, accuracy in [(1, None), (2, None), (3, 0.5)]:
         append_record(files.metrics_file, row.model_copy(update={"epoch": epoch, "test_accuracy": accuracy}))
         tick(JobsNow(1, "1 running"))
-    assert [len(notes) for notes in told] == [0, 1, 0]
-    assert told[1][0].startswith("no line of the script's output matches workload.metric so far (")
+    assert [len(notes) for notes in updates] == [0, 1, 0]
+    assert updates[1][0].startswith("no line of the script's output matches workload.metric so far (")
 
 
 def test_a_score_that_is_printed_and_not_yet_written_is_no_missing_one(tmp_path: Path) -> None:
@@ -318,10 +318,10 @@ def test_a_training_that_ended_while_nobody_waited_is_told_and_on_record(
     ended = result(SPEC, StudyCell("lbt", 64, 0), 0.5)
     write_atomically(run.make_train().result_file, ended.model_dump_json())
     run.log_event("finished", "train", job_id="7", detail="50 %")
-    cluster = ClusterSpec(on_event=f'echo "$TULA_EVENT $TULA_MESSAGE" >>{tmp_path}/told')
+    cluster = ClusterSpec(on_event=f'echo "$TULA_EVENT $TULA_MESSAGE" >>{tmp_path}/notifications')
     for _ in range(2):
         train_stage(Sweep(SPEC, cluster, run, began_at), PLAN)
-    assert (tmp_path / "told").read_text() == "training_finished x: 50 %\n"
+    assert (tmp_path / "notifications").read_text() == "training_finished x: 50 %\n"
     assert [(event.event, event.job_id) for event in run.events()][2:] == [("ended", "7")]
 
 
@@ -330,11 +330,11 @@ def test_killed_again_and_again_at_the_same_place_is_given_up(
 ) -> None:
     scheduler, error = train(monkeypatch, tmp_path, lambda _: Failure.KILLED)
     assert scheduler.jobs == 3
-    said = [line for line in capsys.readouterr().err.splitlines() if "ended without a result" in line]
-    assert [line.partition(" (")[0] for line in said] == [
+    output = [line for line in capsys.readouterr().err.splitlines() if "ended without a result" in line]
+    assert [line.partition(" (")[0] for line in output] == [
         f"training: job {job} ended without a result" for job in (1, 2)
     ]
-    assert all("; another job goes on from the start; to stop for good, end this command" in s for s in said)
+    assert all("; another job goes on from the start; to stop for good, end this command" in s for s in output)
     assert error.startswith("train: killed in job 3")
 
 
@@ -390,9 +390,9 @@ def test_a_training_whose_folder_is_deleted_by_hand_begins_anew(
     scheduler, error = train(monkeypatch, tmp_path, end_of)
     assert scheduler.jobs == 2
     assert error.startswith("train: bug in job 2")
-    said = capsys.readouterr().err
-    assert f"{run.train().root} was deleted: this training starts from the beginning" in said
-    assert "from its last checkpoint" not in said
+    output = capsys.readouterr().err
+    assert f"{run.train().root} was deleted: this training starts from the beginning" in output
+    assert "from its last checkpoint" not in output
 
 
 class KilledError(BaseException):
@@ -451,8 +451,8 @@ def test_the_end_of_requeues_is_said_in_the_trainings_own_words(
 ) -> None:
     scheduler, error = train(monkeypatch, tmp_path, used_up)
     assert scheduler.jobs == 1
-    said = f"train: {SENTENCE}, the last time in job 1; all work is saved, and the same command continues it"
-    assert error == f"{said}; a larger train_minutes in the cluster file (now 1440) needs fewer restarts"
+    message = f"train: {SENTENCE}, the last time in job 1; all work is saved, and the same command continues it"
+    assert error == f"{message}; a larger train_minutes in the cluster file (now 1440) needs fewer restarts"
     ended = next(event for event in scheduler.run.events() if event.event == "ended")
     assert ended.failure is Failure.PREEMPTED
 
@@ -503,10 +503,10 @@ def test_a_study_names_the_key_of_a_time_limit_as_a_sweep_does_with_what_would_d
         line = StepMetrics(step=step, samples_seen=64 * step, epoch=step / 20, loss=1.0, lr=0.1, step_time_s=6.0)
         append_record(run.make_train("a").metrics_file, line)
     job = TrainJob(SPEC, ClusterSpec(), CHOSEN.configuration, run.root, "a")
-    (said,) = Trainings(Sweep(SPEC, ClusterSpec(), run, unix_time()), [job]).run(stage_progress("train")).values()
+    (output,) = Trainings(Sweep(SPEC, ClusterSpec(), run, unix_time()), [job]).run(stage_progress("train")).values()
     # 20 steps of 6 s an epoch
     key = "raise train_minutes in the cluster file (now 1440; 10 epochs take 20 min at this pace)"
-    assert said == (f"timed out: the log; {key}" if failure is Failure.TIMED_OUT else "bug: the log")
+    assert output == (f"timed out: the log; {key}" if failure is Failure.TIMED_OUT else "bug: the log")
 
 
 def accounted(run: RunDirectory, *answers: list[JobAccount], executor: str = "slurm") -> tuple[JobAccount, ...]:

@@ -44,8 +44,8 @@ class Scheduler:
         for label in labels:
             self.jobs += 1
             self.alive[str(self.jobs)] = label
-            said = {"folder": "slurm", "label": label}
-            self.run.log_event("submitted", "train", job_id=str(self.jobs), data=said)
+            fields = {"folder": "slurm", "label": label}
+            self.run.log_event("submitted", "train", job_id=str(self.jobs), data=fields)
             submitted.append(Submitted(str(self.jobs), self.run.slurm))
         self.most_alive = max(self.most_alive, len(self.alive))
         return submitted
@@ -143,8 +143,8 @@ def test_a_failure_is_tried_again_as_often_as_it_may_help_and_holds_up_none(
     made, scheduler = trainings(tmp_path, lambda label, _: failure if label == "a" else None, "abc")
     failures = run_all(made)
     assert list(failures) == ["a"]
-    said = "by scancel or an operator" if failure is Failure.CANCELLED else "KeyError: 'x'"
-    assert said in failures["a"]
+    message = "by scancel or an operator" if failure is Failure.CANCELLED else "KeyError: 'x'"
+    assert message in failures["a"]
     assert scheduler.submissions("a") == submissions
     assert made.run_directory.train("c").result_file.exists()
     events = [event for event in made.run_directory.events() if event.event == "failed"]
@@ -191,9 +191,9 @@ def test_a_training_whose_folder_is_deleted_by_hand_begins_anew_and_the_others_d
     assert run_all(made) == {}
     assert [scheduler.submissions(label) for label in "abc"] == [2, 2, 1]
     assert all(run.train(label).result_file.exists() for label in "abc")
-    said = capsys.readouterr().err.splitlines()
-    assert said == [f"{run.train(label).root} was deleted: this training starts from the beginning" for label in "ba"]
-    assert [event.detail for event in run.events() if event.event == "failed"] == said[:1]
+    output = capsys.readouterr().err.splitlines()
+    assert output == [f"{run.train(label).root} was deleted: this training starts from the beginning" for label in "ba"]
+    assert [event.detail for event in run.events() if event.event == "failed"] == output[:1]
 
 
 def test_another_process_of_the_same_command_does_not_try_again_what_failed_for_good(tmp_path: Path) -> None:

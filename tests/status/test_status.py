@@ -108,17 +108,17 @@ def new_run(root: Path, *, executor: str = "slurm") -> RunDirectory:
 def submit(run: RunDirectory, job_id: str, stage: str = "profile", **data: object) -> None:
     folder = run.slurm / f"{stage}-{job_id.partition('_')[0]}"
     folder.mkdir(exist_ok=True)
-    said = {"folder": str(folder.relative_to(run.root)), "nodes": 2, **data}
-    run.log_event("submitted", stage, job_id=job_id, data=said)
+    fields = {"folder": str(folder.relative_to(run.root)), "nodes": 2, **data}
+    run.log_event("submitted", stage, job_id=job_id, data=fields)
 
 
-def phases(told: RunStatus) -> dict[str, JobPhase]:
-    return {job.job_id: job.phase for job in told.jobs}
+def phases(run_status: RunStatus) -> dict[str, JobPhase]:
+    return {job.job_id: job.phase for job in run_status.jobs}
 
 
-def text_of(told: RunStatus) -> str:
+def text_of(run_status: RunStatus) -> str:
     """Without line breaks."""
-    return " ".join(status_text(told).split())
+    return " ".join(status_text(run_status).split())
 
 
 # ---- stages
@@ -145,17 +145,17 @@ def test_a_run_of_every_stage_is_told_from_its_files_alone(
 
 
 def test_a_fresh_run_directory_has_nothing_to_tell_and_says_so(tmp_path: Path, cluster: FakeSlurm) -> None:
-    told = status.status_of(new_run(tmp_path / "run").root)
-    assert (told.state, told.exit_code, told.jobs) == ("stopped", 3, [])
-    assert "nothing is measured" in told.words
-    assert "nothing is known yet" in text_of(told)
+    run_status = status.status_of(new_run(tmp_path / "run").root)
+    assert (run_status.state, run_status.exit_code, run_status.jobs) == ("stopped", 3, [])
+    assert "nothing is measured" in run_status.words
+    assert "nothing is known yet" in text_of(run_status)
 
 
 def test_a_single_profile_is_told_in_the_singular(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = new_run(tmp_path / "run")
     append_record(run.profile / "a.jsonl", measurement(Configuration(1, 1, 32)))
-    told = status.status_of(run.root)
-    assert told.words.startswith("1 configuration measured; ")
+    run_status = status.status_of(run.root)
+    assert run_status.words.startswith("1 configuration measured; ")
     run.log_event("ended", "profile")
     assert " 1 configuration measured; 0 jobs" in text_of(status.status_of(run.root))
 
@@ -182,14 +182,14 @@ def test_damaged_files_are_named_and_the_rest_is_told(tmp_path: Path, cluster: F
     run.plan_file.write_text("{")
     run.sweep_file.write_text("name = ")
     run.train().result_file.write_text("[]")
-    told = status.status_of(run.root)
-    assert sorted(Path(doubt.partition(":")[0]).name for doubt in told.doubts) == [
+    run_status = status.status_of(run.root)
+    assert sorted(Path(doubt.partition(":")[0]).name for doubt in run_status.doubts) == [
         "plan.json",
         "result.json",
         "sweep.toml",
     ]
-    assert told.profile is not None
-    assert told.profile.measured > 0
+    assert run_status.profile is not None
+    assert run_status.profile.measured > 0
 
 
 @pytest.mark.parametrize("name", ["plan.json", "footprint.json"])
@@ -237,10 +237,10 @@ def test_a_damaged_sweep_file_is_told_alike_by_status_and_plan_with_what_to_do(
     run = make_run(tmp_path / "run", stage="plan")
     run.sweep_file.write_text("name = ")
     assert plan_command([str(run.root)]) == 2
-    said = capsys.readouterr().err.strip()
-    assert "put it back as it was" in said
-    assert said == obstacle(run, run.measurements().records)
-    assert said in status.status_of(run.root).words
+    output = capsys.readouterr().err.strip()
+    assert "put it back as it was" in output
+    assert output == obstacle(run, run.measurements().records)
+    assert output in status.status_of(run.root).words
 
 
 def test_a_lost_cluster_file_is_told_by_status_and_written_anew_by_the_command(
@@ -274,15 +274,15 @@ def test_a_training_with_an_old_report_or_without_its_model_is_not_everything_do
     assert words.endswith(writes)
     run.report.mkdir()
     (run.report / "report.html").touch()
-    told = status.status_of(run.root)
-    assert (told.words, told.report_stale) == ("everything is done", False)
+    run_status = status.status_of(run.root)
+    assert (run_status.words, run_status.report_stale) == ("everything is done", False)
     later = time.time() + 60
     os.utime(run.plan_file, (later, later))
-    told = status.status_of(run.root)
-    assert told.report_stale
-    assert told.words.startswith("everything is trained; the report is older than its data: ")
-    assert told.words.endswith(f"{writes} again")
-    assert "report older than the measurements, the plan or the training; to write it again: " in text_of(told)
+    run_status = status.status_of(run.root)
+    assert run_status.report_stale
+    assert run_status.words.startswith("everything is trained; the report is older than its data: ")
+    assert run_status.words.endswith(f"{writes} again")
+    assert "report older than the measurements, the plan or the training; to write it again: " in text_of(run_status)
     os.utime(run.plan_file, (0, 0))
     shutil.rmtree(run.train().checkpoints)
     words = status.status_of(run.root).words
@@ -298,16 +298,16 @@ def test_what_slurm_says_of_a_job_is_told_in_its_word_and_in_plain_words(tmp_pat
     for job in ("7_0", "7_1", "8"):
         submit(run, job)
     cluster.jobs = {"7_0": ("RUNNING", "None"), "7_1": ("PENDING", "JobArrayTaskLimit"), "8": ("PENDING", "Priority")}
-    told = status.status_of(run.root)
-    assert phases(told) == {"7_0": JobPhase.RUNNING, "7_1": JobPhase.WAITING, "8": JobPhase.WAITING}
-    assert told.state == "running"
-    assert "Priority: other jobs go first" in text_of(told)
+    run_status = status.status_of(run.root)
+    assert phases(run_status) == {"7_0": JobPhase.RUNNING, "7_1": JobPhase.WAITING, "8": JobPhase.WAITING}
+    assert run_status.state == "running"
+    assert "Priority: other jobs go first" in text_of(run_status)
     cluster.jobs.pop("7_0")
     cluster.accounted = ["7_0|tula-cifar100-vgg11-profile-abc|FAILED|10|2"]
-    told = status.status_of(run.root)
-    assert phases(told)["7_0"] is JobPhase.OVER
-    assert "over (failed), not yet acted on: run the same command again" in text_of(told)
-    assert told.state == "waiting"
+    run_status = status.status_of(run.root)
+    assert phases(run_status)["7_0"] is JobPhase.OVER
+    assert "over (failed), not yet acted on: run the same command again" in text_of(run_status)
+    assert run_status.state == "waiting"
 
 
 @pytest.mark.parametrize(
@@ -366,9 +366,9 @@ def test_a_job_that_can_never_start_is_not_going_well(tmp_path: Path, cluster: F
     run = new_run(tmp_path / "run")
     submit(run, "7")
     cluster.jobs = {"7": ("PENDING", "PartitionTimeLimit")}
-    told = status.status_of(run.root)
-    assert (told.state, told.exit_code) == ("stuck", 1)
-    assert "THIS DOES NOT GO AWAY BY ITSELF" in status_text(told)
+    run_status = status.status_of(run.root)
+    assert (run_status.state, run_status.exit_code) == ("stuck", 1)
+    assert "THIS DOES NOT GO AWAY BY ITSELF" in status_text(run_status)
 
 
 @pytest.mark.parametrize("how", ["dead", "missing"])
@@ -382,11 +382,11 @@ def test_without_an_answer_the_files_alone_tell(
     else:
         monkeypatch.undo()
         monkeypatch.setenv("PATH", str(tmp_path))
-    told = status.status_of(run.root)
-    assert (told.state, told.exit_code) == ("unknown", 4)
-    assert phases(told) == {"7": JobPhase.UNKNOWN}
-    assert not told.scheduler.answered
-    assert {"dead": "did not answer", "missing": "not on PATH"}[how] in told.scheduler.words
+    run_status = status.status_of(run.root)
+    assert (run_status.state, run_status.exit_code) == ("unknown", 4)
+    assert phases(run_status) == {"7": JobPhase.UNKNOWN}
+    assert not run_status.scheduler.answered
+    assert {"dead": "did not answer", "missing": "not on PATH"}[how] in run_status.scheduler.words
 
 
 def test_a_hanging_squeue_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,12 +433,12 @@ def test_whether_a_submission_was_cut_off_before_its_job_is_not_known_without_an
     run = new_run(tmp_path / "run")
     (run.slurm / "profile-lost").mkdir()
     (run.slurm / "profile-lost" / NOTICE).touch()
-    told = status.status_of(run.root)
-    assert (told.state, told.exit_code, told.scheduler.answered) == ("stopped", 3, True)
-    assert "nothing is at work, unless a submission that was cut off succeeded" in told.words
+    run_status = status.status_of(run.root)
+    assert (run_status.state, run_status.exit_code, run_status.scheduler.answered) == ("stopped", 3, True)
+    assert "nothing is at work, unless a submission that was cut off succeeded" in run_status.words
     cluster.dead = True
-    told = status.status_of(run.root)
-    assert (told.state, told.exit_code, told.scheduler.answered) == ("unknown", 4, False)
+    run_status = status.status_of(run.root)
+    assert (run_status.state, run_status.exit_code, run_status.scheduler.answered) == ("unknown", 4, False)
     with run.locked():
         assert status.status_of(run.root).state == "running"
 
@@ -446,9 +446,9 @@ def test_whether_a_submission_was_cut_off_before_its_job_is_not_known_without_an
 def test_another_clusters_slurm_is_not_believed(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = new_run(tmp_path / "run")
     submit(run, "7")
-    told = status.status_of(run.root)
-    assert told.state == "unknown"
-    assert "another cluster's" in told.scheduler.words
+    run_status = status.status_of(run.root)
+    assert run_status.state == "unknown"
+    assert "another cluster's" in run_status.scheduler.words
     cluster.accounted = None  # without accounting a job that is over leaves no trace
     assert status.status_of(run.root).state == "over"
 
@@ -475,24 +475,24 @@ def test_a_failure_is_told_with_its_kind_its_last_line_and_its_log(tmp_path: Pat
     log.write_text("Traceback (most recent call last):\n  File x\nKeyError: 'the bug'\n")
     (run.slurm / "train-7" / "7_0_log.out").write_text("quiet\n")
     run.log_event("ended", "train", job_id="7", failure=Failure.BUG)
-    told = status.status_of(run.root)
-    assert (told.state, told.exit_code) == ("failed", 1)
-    (failure,) = told.failures
+    run_status = status.status_of(run.root)
+    assert (run_status.state, run_status.exit_code) == ("failed", 1)
+    (failure,) = run_status.failures
     assert (failure.failure, failure.detail, failure.log_file) == (Failure.BUG, "KeyError: 'the bug'", str(log))
-    assert "KeyError: 'the bug'" in text_of(told)
-    assert str(log) in status_text(told)
+    assert "KeyError: 'the bug'" in text_of(run_status)
+    assert str(log) in status_text(run_status)
 
 
 def test_hosts_that_jobs_are_kept_off_are_told_with_what_was_said_there(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = new_run(tmp_path / "run")
     submit(run, "7", "train", label="main")
-    said = {"failure": Failure.DEVICE_FAILED, "job_id": "7", "data": {"hosts": ["n2"]}}
-    run.log_event("failed", "train", detail="CUDA error: an ECC error", **said)
-    run.log_event("ended", "train", **said)
-    told = status.status_of(run.root)
-    assert [each.host for each in told.avoided] == ["n2"]
-    assert "failed 7 train main: device failed: CUDA error: an ECC error" in text_of(told)
-    assert "avoids n2 for 1 d more, where a device failed: CUDA error: an ECC error" in text_of(told)
+    fields = {"failure": Failure.DEVICE_FAILED, "job_id": "7", "data": {"hosts": ["n2"]}}
+    run.log_event("failed", "train", detail="CUDA error: an ECC error", **fields)
+    run.log_event("ended", "train", **fields)
+    run_status = status.status_of(run.root)
+    assert [each.host for each in run_status.avoided] == ["n2"]
+    assert "failed 7 train main: device failed: CUDA error: an ECC error" in text_of(run_status)
+    assert "avoids n2 for 1 d more, where a device failed: CUDA error: an ECC error" in text_of(run_status)
 
 
 CHATTER = "submitit INFO (2026-11-22 11:09:13,479) - Loading pickle: /run/7_submitted.pkl\n"
@@ -529,16 +529,16 @@ def test_what_the_job_says_of_its_end_goes_before_what_the_scheduler_says(tmp_pa
     run.log_event("oom", "train", job_id="7", failure=Failure.DEVICE_OOM, detail="N=2 b=64 (B=128)")
     run.log_event("ended", "train", job_id="7", failure=Failure.BUG)
     run.log_event("fell_back", "train", detail="out of memory at N=2 b=64 (B=128)")
-    told = status.status_of(run.root)
-    assert told.jobs[0].failure is Failure.DEVICE_OOM
-    assert (told.state, told.exit_code) == ("stopped", 3), "the same command goes on with a smaller batch"
+    run_status = status.status_of(run.root)
+    assert run_status.jobs[0].failure is Failure.DEVICE_OOM
+    assert (run_status.state, run_status.exit_code) == ("stopped", 3), "the same command goes on with a smaller batch"
     submit(run, "8", "train", label="main")
     cluster.jobs = {"8": ("RUNNING", "None")}
-    told = status.status_of(run.root)
-    assert told.state == "running"
-    assert told.training is not None
-    assert (told.training.fallbacks, told.training.jobs) == (1, 2)
-    assert told.failures == [], "a smaller batch made up for it"
+    run_status = status.status_of(run.root)
+    assert run_status.state == "running"
+    assert run_status.training is not None
+    assert (run_status.training.fallbacks, run_status.training.jobs) == (1, 2)
+    assert run_status.failures == [], "a smaller batch made up for it"
 
 
 def test_a_job_asks_for_a_requeue_in_vain_and_the_next_one_goes_on(tmp_path: Path, cluster: FakeSlurm) -> None:
@@ -549,9 +549,9 @@ def test_a_job_asks_for_a_requeue_in_vain_and_the_next_one_goes_on(tmp_path: Pat
     cluster.accounted = None
     assert status.status_of(run.root).state == "over"
     submit(run, "8", "train", label="main")
-    told = status.status_of(run.root)
-    assert phases(told) == {"7": JobPhase.FAILED, "8": JobPhase.OVER}
-    assert told.state == "over"
+    run_status = status.status_of(run.root)
+    assert phases(run_status) == {"7": JobPhase.FAILED, "8": JobPhase.OVER}
+    assert run_status.state == "over"
 
 
 def test_profile_jobs_end_by_their_notes_events_or_records(tmp_path: Path, cluster: FakeSlurm) -> None:
@@ -569,16 +569,19 @@ def test_profile_jobs_end_by_their_notes_events_or_records(tmp_path: Path, clust
     append_record(run.profile / "e.notes", JobNote(note="began", time=5.0, job_id="5"))
     run.log_event("ended", "profile", job_id="6")
     cluster.jobs = {"5": ("RUNNING", "None"), "2": ("RUNNING", "None")}
-    told = status.status_of(run.root)
-    assert phases(told) == dict.fromkeys("2346", JobPhase.FINISHED) | {"1": JobPhase.FAILED, "5": JobPhase.RUNNING}
-    assert [job.job_id for job in told.failures] == ["1"]
-    assert told.profile is not None
-    assert (told.profile.measured, told.profile.out_of_memory, told.profile.failed) == (1, 1, 1)
+    run_status = status.status_of(run.root)
+    assert phases(run_status) == dict.fromkeys("2346", JobPhase.FINISHED) | {
+        "1": JobPhase.FAILED,
+        "5": JobPhase.RUNNING,
+    }
+    assert [job.job_id for job in run_status.failures] == ["1"]
+    assert run_status.profile is not None
+    assert (run_status.profile.measured, run_status.profile.out_of_memory, run_status.profile.failed) == (1, 1, 1)
     # a script takes too few steps of that batch
     left_out = measurement(Configuration(2, 1, 64), job_id="2", status="failed", steps=9, times=None)
     append_record(run.profile / "b.jsonl", left_out)
     after = status.status_of(run.root)
-    assert (phases(after), after.profile) == (phases(told), told.profile)
+    assert (phases(after), after.profile) == (phases(run_status), run_status.profile)
     append_record(run.profile / "f.jsonl", measurement(Configuration(2, 1, 32), job_id="5"))
     assert status.status_of(run.root).failures == [], "it was measured after all"
 
@@ -589,8 +592,8 @@ def test_nothing_could_be_measured(tmp_path: Path, cluster: FakeSlurm) -> None:
     bad = measurement(Configuration(1, 1, 32), job_id="1", status="failed", failure=Failure.BUG, times=None)
     append_record(run.profile / "a.jsonl", bad)
     run.log_event("ended", "profile", job_id="1", failure=Failure.BUG)
-    told = status.status_of(run.root)
-    assert (told.state, told.exit_code) == ("failed", 1)
+    run_status = status.status_of(run.root)
+    assert (run_status.state, run_status.exit_code) == ("failed", 1)
 
 
 def test_a_search_that_was_narrowed_is_not_said_to_measure_more_than_the_most(
@@ -622,11 +625,11 @@ def detached(root: Path, cluster: FakeSlurm, alive: dict[str, tuple[str, str]]) 
 
 def test_a_controller_will_act_on_what_is_over(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = detached(tmp_path / "run", cluster, {"8": ("PENDING", "Dependency")})
-    told = status.status_of(run.root)
-    assert (told.state, told.exit_code) == ("waiting", 0)
-    assert "over, not yet acted on: controller job 8 will" in text_of(told)
-    assert told.detached is not None
-    assert (told.detached.job_id, told.detached.until) == ("8", "report")
+    run_status = status.status_of(run.root)
+    assert (run_status.state, run_status.exit_code) == ("waiting", 0)
+    assert "over, not yet acted on: controller job 8 will" in text_of(run_status)
+    assert run_status.detached is not None
+    assert (run_status.detached.job_id, run_status.detached.until) == ("8", "report")
     run.log_event("ended", "control", job_id="8", data={"taken_over": True})
     assert status.status_of(run.root).detached is None
     run.log_event("detached", "control", data={"until": "plan"})
@@ -635,9 +638,9 @@ def test_a_controller_will_act_on_what_is_over(tmp_path: Path, cluster: FakeSlur
 
 def test_where_the_controllers_are_over_the_jobs_that_run_need_the_command(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = detached(tmp_path / "run", cluster, {"7": ("RUNNING", "")})
-    told = status.status_of(run.root)
-    assert told.state == "running"
-    assert "its controller jobs are over, and no command waits for its end: run the same command" in told.words
+    run_status = status.status_of(run.root)
+    assert run_status.state == "running"
+    assert "its controller jobs are over, and no command waits for its end: run the same command" in run_status.words
 
 
 def test_a_controller_that_failed_says_why(tmp_path: Path, cluster: FakeSlurm) -> None:
@@ -646,9 +649,9 @@ def test_a_controller_that_failed_says_why(tmp_path: Path, cluster: FakeSlurm) -
     submit(run, "8", "control", nodes=1)
     words = "plan: no candidate satisfies the constraints\nmore"
     run.log_event("ended", "control", job_id="8", failure=Failure.BUG, detail=words)
-    told = status.status_of(run.root)
-    assert (told.state, told.exit_code) == ("failed", 1)
-    assert "no candidate satisfies the constraints" in told.words
+    run_status = status.status_of(run.root)
+    assert (run_status.state, run_status.exit_code) == ("failed", 1)
+    assert "no candidate satisfies the constraints" in run_status.words
 
 
 def test_a_controller_that_vanished_leaves_a_sweep_that_must_be_started_again(
@@ -658,9 +661,9 @@ def test_a_controller_that_vanished_leaves_a_sweep_that_must_be_started_again(
     cluster.accounted = None
     run.log_event("detached", "control", data={"until": "report"})
     submit(run, "8", "control", nodes=1)
-    told = status.status_of(run.root)
-    assert (told.state, told.exit_code) == ("over", 3)
-    assert "run the same command again" in told.words
+    run_status = status.status_of(run.root)
+    assert (run_status.state, run_status.exit_code) == ("over", 3)
+    assert "run the same command again" in run_status.words
 
 
 @pytest.mark.parametrize(
@@ -681,12 +684,12 @@ def test_a_guard_is_told_apart_and_counts_where_its_controller_is_gone(
     submit(run, "8", "control", nodes=1)
     submit(run, "9", "control", nodes=1, role="guard")
     cluster.jobs = {"9": ("PENDING", "Dependency"), **({"8": controller} if controller else {})}
-    told = status.status_of(run.root)
-    assert told.state in ("waiting", "running")
-    assert told.detached is not None
-    assert told.detached.job_id == acting
-    assert words in text_of(told)
-    assert re.search(r"^\S*\s+9 +guard +1 node", status_text(told), re.MULTILINE)
+    run_status = status.status_of(run.root)
+    assert run_status.state in ("waiting", "running")
+    assert run_status.detached is not None
+    assert run_status.detached.job_id == acting
+    assert words in text_of(run_status)
+    assert re.search(r"^\S*\s+9 +guard +1 node", status_text(run_status), re.MULTILINE)
 
 
 def test_a_controller_that_failed_says_why_and_its_guard_does_not_hide_it(tmp_path: Path, cluster: FakeSlurm) -> None:
@@ -696,9 +699,9 @@ def test_a_controller_that_failed_says_why_and_its_guard_does_not_hide_it(tmp_pa
     submit(run, "9", "control", nodes=1, role="guard")
     run.log_event("ended", "control", job_id="9")
     run.log_event("ended", "control", job_id="8", failure=Failure.BUG, detail="plan: too little data")
-    told = status.status_of(run.root)
-    assert (told.state, told.exit_code) == ("failed", 1)
-    assert "too little data" in told.words
+    run_status = status.status_of(run.root)
+    assert (run_status.state, run_status.exit_code) == ("failed", 1)
+    assert "too little data" in run_status.words
 
 
 # ---- commands that ended
@@ -716,11 +719,11 @@ def profiled(root: Path) -> RunDirectory:
 def test_why_planning_failed_is_told_until_there_is_a_plan(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = profiled(tmp_path / "run")
     run.log_event("failed", "plan", detail="plan: no candidate satisfies objective.budget\nmore")
-    told = status.status_of(run.root)
-    assert (told.state, told.exit_code) == ("failed", 1)
-    assert "failed: plan: no candidate satisfies objective.budget; fix" in text_of(told)
-    assert told.profile is not None
-    assert told.profile.stand == "done"
+    run_status = status.status_of(run.root)
+    assert (run_status.state, run_status.exit_code) == ("failed", 1)
+    assert "failed: plan: no candidate satisfies objective.budget; fix" in text_of(run_status)
+    assert run_status.profile is not None
+    assert run_status.profile.stand == "done"
     write_plan(run, late_plan())
     assert status.status_of(run.root).state == "stopped"
 
@@ -732,9 +735,9 @@ def test_what_the_scheduler_refused_is_told_where_no_earlier_job_goes_on(
     run = new_run(tmp_path / "run")
     refusal = f"{stage}: the scheduler refused the job: sbatch: error: Invalid feature specification"
     run.log_event("failed", stage, detail=refusal)
-    told = status.status_of(run.root)
-    assert (told.state, told.exit_code) == ("failed", 1)
-    assert told.words == f"{refusal}; fix the cause and run the same command again"
+    run_status = status.status_of(run.root)
+    assert (run_status.state, run_status.exit_code) == ("failed", 1)
+    assert run_status.words == f"{refusal}; fix the cause and run the same command again"
     submit(run, "7")
     run.log_event("failed", stage, detail=refusal)
     cluster.jobs = {"7": ("RUNNING", "None")}
@@ -753,9 +756,9 @@ def test_a_full_disk_is_told_before_what_to_run_again(
     cluster.accounted = None
     assert status.status_of(run.root).state == "over"
     monkeypatch.setattr(run_facts, "has_no_room", lambda _: True)
-    told = status.status_of(run.root)
-    assert (told.state, told.exit_code) == ("failed", 1)
-    assert told.words == f"{run.root}: no space is left; make space there and run the same command again"
+    run_status = status.status_of(run.root)
+    assert (run_status.state, run_status.exit_code) == ("failed", 1)
+    assert run_status.words == f"{run.root}: no space is left; make space there and run the same command again"
 
 
 def test_a_failure_that_a_later_job_made_up_for_is_not_told(tmp_path: Path, cluster: FakeSlurm) -> None:
@@ -775,10 +778,10 @@ def test_a_command_that_was_not_to_go_further_is_told_to_have_ended(
         write_plan(run, late_plan())
     assert status.status_of(run.root).state == "stopped"
     run.log_event("ended", stage)
-    told = status.status_of(run.root)
-    assert (told.state, told.exit_code) == ("finished", 0)
-    assert "which was to be the last stage" in told.words
-    assert "not going on" not in text_of(told)
+    run_status = status.status_of(run.root)
+    assert (run_status.state, run_status.exit_code) == ("finished", 0)
+    assert "which was to be the last stage" in run_status.words
+    assert "not going on" not in text_of(run_status)
     submit(run, "9", "train", nodes=1)
     assert status.status_of(run.root).state != "finished"
 
@@ -806,15 +809,15 @@ def test_a_measurement_that_is_damaged_later_is_named_and_nothing_is_finished(
     earlier = time.time() - 60
     os.utime(file, (earlier, earlier))
     run.log_event("ended", "profile")
-    told = status.status_of(run.root)
+    run_status = status.status_of(run.root)
     damage = "is damaged (Invalid JSON: key must be a string at line 1 column 2) and was skipped"
-    assert (told.state, told.doubts) == ("finished", [f"{file}, line 2: {damage}"])
+    assert (run_status.state, run_status.doubts) == ("finished", [f"{file}, line 2: {damage}"])
     later = time.time() + 60
     file.write_text("{torn\n")
     os.utime(file, (later, later))
-    told = status.status_of(run.root)
-    assert (told.state, told.exit_code) == ("stopped", 3)
-    assert told.words == f"{file}, line 1: {damage}: run the same command again to measure it again"
+    run_status = status.status_of(run.root)
+    assert (run_status.state, run_status.exit_code) == ("stopped", 3)
+    assert run_status.words == f"{file}, line 1: {damage}: run the same command again to measure it again"
 
 
 def test_events_that_are_damaged_are_told(tmp_path: Path, cluster: FakeSlurm) -> None:
@@ -843,9 +846,13 @@ def test_the_command_at_work_is_named_while_it_is_and_nobody_is_ever_refused_for
     run = new_run(tmp_path / "run")
     monkeypatch.setattr(fcntl, "flock", lambda *_: pytest.fail("a probe that locks may get in a command's way"))
     with another_command(run) as process:
-        told = status.status_of(run.root)
-        assert (told.command.process, told.command.alive, told.state) == (process.pid, True, "running")
-        assert f"a command is at work: process {process.pid} on {os.uname().nodename}" in text_of(told)
+        run_status = status.status_of(run.root)
+        assert (run_status.command.process, run_status.command.alive, run_status.state) == (
+            process.pid,
+            True,
+            "running",
+        )
+        assert f"a command is at work: process {process.pid} on {os.uname().nodename}" in text_of(run_status)
         process.send_signal(signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
         stopped = status.status_of(run.root)
@@ -854,8 +861,8 @@ def test_the_command_at_work_is_named_while_it_is_and_nobody_is_ever_refused_for
             " ".join(text_of(stopped).split())
         )
         process.send_signal(signal.SIGCONT)
-    told = status.status_of(run.root)
-    assert (told.command.process, told.command.alive) == (process.pid, False)
+    run_status = status.status_of(run.root)
+    assert (run_status.command.process, run_status.command.alive) == (process.pid, False)
 
 
 def test_a_lock_that_only_the_file_server_knows_of_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -884,11 +891,11 @@ def test_a_local_job_is_alive_as_long_as_its_own_process_is(tmp_path: Path) -> N
     for each, name in ((process, folder), (stranger, "train-other")):
         data = {"folder": f"slurm/{name}", "nodes": 1, "label": name}
         run.log_event("submitted", "train", job_id=str(each.pid), data=data)
-    told = status.status_of(run.root)
+    run_status = status.status_of(run.root)
     for each in (process, stranger):
         each.communicate()
-    assert phases(told) == {str(process.pid): JobPhase.RUNNING, str(stranger.pid): JobPhase.OVER}
-    assert "no command waits for its end" in told.words
+    assert phases(run_status) == {str(process.pid): JobPhase.RUNNING, str(stranger.pid): JobPhase.OVER}
+    assert "no command waits for its end" in run_status.words
     assert phases(status.status_of(run.root))[str(process.pid)] is JobPhase.OVER
 
 
@@ -896,10 +903,10 @@ def test_jobs_of_another_machine_cannot_be_seen(tmp_path: Path) -> None:
     run = new_run(tmp_path / "run", executor="local")
     submit(run, str(os.getpid()), "train")
     (run.root / ".lock").write_text("process 5 on another-host")
-    told = status.status_of(run.root)
-    assert told.state == "unknown"
-    assert "another-host" in told.scheduler.words
-    assert told.command.alive is None
+    run_status = status.status_of(run.root)
+    assert run_status.state == "unknown"
+    assert "another-host" in run_status.scheduler.words
+    assert run_status.command.alive is None
 
 
 def test_a_command_that_another_machine_may_have_is_not_said_to_be_none(tmp_path: Path, cluster: FakeSlurm) -> None:
@@ -949,12 +956,12 @@ def test_a_training_that_failed_is_told_with_what_is_left_of_it(
         run.train().checkpoints.mkdir()
         (run.train().checkpoints / "checkpoint-r0000-000000000001.tula").touch()
     run.log_event("ended", "train", job_id="30", failure=Failure.CANCELLED)
-    told = status.status_of(run.root)
-    assert told.training is not None
-    assert told.training.starts_over is not is_saved
-    assert (told.training.left_s is None) is not is_saved
+    run_status = status.status_of(run.root)
+    assert run_status.training is not None
+    assert run_status.training.starts_over is not is_saved
+    assert (run_status.training.left_s is None) is not is_saved
     how = " to go on from the last save" if is_saved else ", which trains from the start"
-    assert told.words.endswith(f"; run the same command again{how}")
+    assert run_status.words.endswith(f"; run the same command again{how}")
     submit(run, "31", "train")
     cluster.jobs = {"31": ("PENDING", "Priority")}
     waits = status.status_of(run.root).training
@@ -969,7 +976,7 @@ def test_what_was_lost_at_a_kill_is_not_told_as_done(tmp_path: Path, cluster: Fa
     (run.train().checkpoints / "checkpoint-r0000-000000001500.tula").touch()
     submit(run, "30", "train", label="main")
 
-    def told(state: str) -> tuple[float, int, int, float | None]:
+    def progress(state: str) -> tuple[float, int, int, float | None]:
         cluster.jobs = {"30": (state, "None")}
         training = status.status_of(run.root).training
         assert training is not None
@@ -978,14 +985,14 @@ def test_what_was_lost_at_a_kill_is_not_told_as_done(tmp_path: Path, cluster: Fa
     # the sweep trains 20 epochs of a thousand samples
     as_logged = (2.0, 20, 2000, 180 * 0.5)
     as_saved = (1.5, 15, 1500, 185 * 0.5)
-    assert told("RUNNING") == as_logged
-    assert told("PENDING") == as_saved
+    assert progress("RUNNING") == as_logged
+    assert progress("PENDING") == as_saved
     data = {"label": "main", "samples_seen": 1500, "step": 15, "began_at": time.time() + 1.0}
     run.log_event("resumed", "train", job_id="30", data=data)
-    assert told("RUNNING") == as_saved
+    assert progress("RUNNING") == as_saved
     log_steps(run, 1)
     os.utime(run.train().metrics_file, (time.time() + 2.0,) * 2)
-    assert told("RUNNING")[1] == 1
+    assert progress("RUNNING")[1] == 1
 
 
 @pytest.mark.parametrize(("accuracy", "notes"), [(0.5, 0), (None, 1)])
@@ -1066,15 +1073,15 @@ def test_a_training_under_way_is_told_with_all_its_marks(tmp_path: Path, cluster
         os.utime(checkpoints / name, (time.time() - age_s,) * 2)
     run.log_event("resumed", "train", job_id="30", data={"passed_over": "x.tula: is truncated"})
     run.log_event("drifted", "train", job_id="30", data={"ratio": 1.31, "part": "network"})
-    told = status.status_of(run.root)
-    training = told.training
+    run_status = status.status_of(run.root)
+    training = run_status.training
     assert training is not None
     assert (training.stand, training.restarts, training.test_epoch) == ("running", 2, 5)
     assert training.checkpoint_age_s == pytest.approx(120, abs=30)
     assert 0 < (training.share or 0) < 0.25
     run.log_event("drifted", "train", job_id="30", data={"of": "another release"})
     assert status.status_of(run.root).training is not None
-    text = text_of(told)
+    text = text_of(run_status)
     for words in (
         "2 restarts",
         "2 min",
@@ -1144,17 +1151,17 @@ def test_every_cell_of_a_study_is_counted_once(tmp_path_factory: pytest.TempPath
             run.log_event("failed", "train", job_id=str(number), failure=Failure.HOST_OOM, detail="oom-kill")
         if stand in ("running", "waiting"):
             active[str(number)] = JobState("RUNNING" if stand == "running" else "PENDING", "Priority")
-    told = describe(read_facts(run), Answer(active))
-    study = told.study
+    message = describe(read_facts(run), Answer(active))
+    study = message.study
     assert study is not None
     counted = (study.diverged, study.running, study.waiting, study.failed, study.left)
     expected = [stands.count(stand) for stand in ("finished", "running", "waiting", "failed")]
     assert counted == (*expected, stands.count("none") + stands.count("over"))
     assert sum(counted) == study.cells == 4
-    assert (told.exit_code == 1) == (study.failed > 0)
-    assert (told.state == "finished") == (stands.count("finished") == 4)
+    assert (message.exit_code == 1) == (study.failed > 0)
+    assert (message.state == "finished") == (stands.count("finished") == 4)
     assert len(study.failures) == study.failed
-    assert told.doubts == []
+    assert message.doubts == []
 
 
 @pytest.mark.parametrize(
@@ -1281,10 +1288,10 @@ def test_without_accounting_training_is_estimated_and_called_so(tmp_path: Path, 
     run = new_run(tmp_path / "run")
     submit(run, "7", "train", nodes=3)
     log_steps(run, 100, step_time_s=2.0)
-    told = status.status_of(run.root)
-    assert told.cost.train is not None
-    assert told.cost.train.node_hours == pytest.approx(3 * 100 * 2.0 / 3600)
-    assert "an estimate" in text_of(told)
+    run_status = status.status_of(run.root)
+    assert run_status.cost.train is not None
+    assert run_status.cost.train.node_hours == pytest.approx(3 * 100 * 2.0 / 3600)
+    assert "an estimate" in text_of(run_status)
 
 
 @pytest.mark.parametrize(
@@ -1361,10 +1368,10 @@ def test_a_training_that_ended_is_held_against_its_plan(tmp_path: Path, cluster:
     for job_id, seconds in zip(ids, [5_400.0, *[0.0] * len(ids)], strict=False):
         fields = {"job_id": job_id, "stage": "train", "state": "COMPLETED", "over": True, "nodes": chosen.nodes}
         append_record(run.accounting_file, JobAccount.model_validate({**fields, "elapsed_s": seconds}))
-    told = status.status_of(run.root)
-    assert told.promise is not None
-    assert (told.promise.actual_s, told.promise.verdict, told.promise.paid) == (5_400.0, "more", 12.0)
-    text = re.sub(r"\s+", " ", text_of(told))
+    run_status = status.status_of(run.root)
+    assert run_status.promise is not None
+    assert (run_status.promise.actual_s, run_status.promise.verdict, run_status.promise.paid) == (5_400.0, "more", 12.0)
+    text = re.sub(r"\s+", " ", text_of(run_status))
     assert "took 1 h 30 min, longer than the predicted 57 min to 1 h 3 min (90 %; expected 1 h)" in text
     assert "cost 12.00 USD, predicted: 8.00 USD" in text
 
@@ -1382,9 +1389,9 @@ PRICES: dict[str, dict[str, object]] = {
 def test_a_node_hour_has_its_price_on_every_basis(basis: str) -> None:
     part = ClusterSpec.model_validate({"pricing": {"basis": basis, **PRICES[basis]}})
     assert node_hour_price(part, 2 * 1024**3, None) == pytest.approx(3.0)
-    said = describe_price(part, None)
-    assert said
-    assert "the default of" not in said
+    message = describe_price(part, None)
+    assert message
+    assert "the default of" not in message
 
 
 def test_a_price_that_nobody_set_is_said_to_be_the_default() -> None:
@@ -1408,9 +1415,9 @@ def test_json_is_one_object_whose_keys_the_module_documents(
     run = make_run(tmp_path / "run", epochs_done=5)
     submit(run, "30", "train")
     code = status.main([str(run.root), "--json"])
-    told = json.loads(capsys.readouterr().out)
-    assert (told["state"], told["exit_code"], code) == ("unknown", 4, 4)
-    assert RunStatus.model_validate(told).jobs[-1].job_id == "30"
+    output = json.loads(capsys.readouterr().out)
+    assert (output["state"], output["exit_code"], code) == ("unknown", 4, 4)
+    assert RunStatus.model_validate(output).jobs[-1].job_id == "30"
     documented = set(re.findall(r"\w+", status.__doc__ or ""))
     assert set(_keys(RunStatus)) <= documented
 
@@ -1434,12 +1441,12 @@ def test_thousands_of_jobs_fit_a_screen(tmp_path: Path, cluster: FakeSlurm) -> N
         events.append(Event(event="submitted", job_id=f"8_{number}", **common))
         events.append(Event(event="ended", job_id=f"8_{number}", **common, **bad))
     run.events_file.write_text("".join(f"{event.model_dump_json()}\n" for event in events))
-    told = status.status_of(run.root)
-    text = status_text(told, 100)
+    run_status = status.status_of(run.root)
+    text = status_text(run_status, 100)
     assert len(text.splitlines()) <= 45
     assert all(len(line) <= 100 for line in text.splitlines() if "log:" not in line)
     assert "\x1b" not in text
-    assert len(told.jobs) == 2100
+    assert len(run_status.jobs) == 2100
 
 
 @pytest.mark.parametrize(
@@ -1470,11 +1477,11 @@ def test_a_job_is_in_one_phase_whatever_slurm_says(
         submit(run, job)
     facts = read_facts(run)
     active = {job: JobState(state, "") for job, state in states.items()}
-    for told in job_statuses(facts, Answer(active)):
-        state = states.get(told.job_id, "COMPLETED")
+    for job_status in job_statuses(facts, Answer(active)):
+        state = states.get(job_status.job_id, "COMPLETED")
         running, waiting = state == "RUNNING", state in ("PENDING", "SUSPENDED", "REQUEUED")
         expected = JobPhase.RUNNING if running else JobPhase.WAITING if waiting else JobPhase.OVER
-        assert told.phase is expected
+        assert job_status.phase is expected
     assert {job.phase for job in job_statuses(facts, Answer(None))} == {JobPhase.UNKNOWN}
 
 
@@ -1487,11 +1494,14 @@ def test_measurements_that_are_gone_are_told(tmp_path: Path, cluster: FakeSlurm)
     finished = make_run(tmp_path / "finished")
     for path in finished.profile.glob("*.jsonl"):
         path.unlink()
-    told = status.status_of(finished.root)
-    assert told.doubts == [MEASUREMENTS_GONE]
-    assert "over, but no measurements are left; " in text_of(told)
+    run_status = status.status_of(finished.root)
+    assert run_status.doubts == [MEASUREMENTS_GONE]
+    assert "over, but no measurements are left; " in text_of(run_status)
     finished.plan_file.write_text("{")
-    told = status.status_of(finished.root)
-    assert (told.state, told.words.partition(f"{finished.plan_file}: ")[0]) == ("finished", "everything is trained; ")
+    run_status = status.status_of(finished.root)
+    assert (run_status.state, run_status.words.partition(f"{finished.plan_file}: ")[0]) == (
+        "finished",
+        "everything is trained; ",
+    )
     finished.plan_file.unlink()
     assert MEASUREMENTS_GONE in status.status_of(finished.root).doubts

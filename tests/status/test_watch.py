@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> RunDirectory:
     return run
 
 
-def told(run: RunDirectory, **states: tuple[str, str]) -> RunStatus:
+def status_with(run: RunDirectory, **states: tuple[str, str]) -> RunStatus:
     """What is said while Slurm answers so; j7="RUNNING" is job 7."""
     active = {name[1:]: JobState(*state) for name, state in states.items()}
     return describe(read_facts(run), Answer(active))
@@ -47,9 +47,9 @@ def looks(*statuses: RunStatus) -> Callable[[], RunStatus]:
 def test_a_log_has_a_line_for_each_change_and_says_what_is_waited_for(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    waits = told(run, j7=("PENDING", "Priority"), j8=("PENDING", "Priority"))
-    held = told(run, j7=("PENDING", "JobHeldUser"))
-    gone = told(run)
+    waits = status_with(run, j7=("PENDING", "Priority"), j8=("PENDING", "Priority"))
+    held = status_with(run, j7=("PENDING", "JobHeldUser"))
+    gone = status_with(run)
     assert (waits.state, gone.state) == ("waiting", "over")
     paused: list[float] = []
     assert watch(looks(waits, waits, held, gone, waits, gone, gone), paused.append) == gone.exit_code == 3
@@ -66,7 +66,7 @@ def test_time_left_is_said_and_makes_no_line_of_its_own(run: RunDirectory, capsy
         run.profile / "a.jsonl", measurement(CONFIGURATIONS[0], job_id="7", finished_at=now + 1, elapsed_s=80.0)
     )
     append_record(run.profile / "a.notes", JobNote(note="ended", time=now + 1, job_id="7"))
-    runs = told(run, j7=("RUNNING", ""), j8=("RUNNING", ""))
+    runs = status_with(run, j7=("RUNNING", ""), j8=("RUNNING", ""))
     assert runs.profile is not None
     assert runs.profile.left_s == pytest.approx(2 * 80.0, abs=5.0), (
         "of the other job: this one has measured what it was to"
@@ -81,7 +81,7 @@ def test_time_left_is_said_and_makes_no_line_of_its_own(run: RunDirectory, capsy
 
 def test_a_training_says_its_epochs(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", stage="train", epochs_done=5)
-    assert "4.8 of 20 epochs done" in state_line(told(run))
+    assert "4.8 of 20 epochs done" in state_line(status_with(run))
 
 
 def test_a_screen_is_drawn_in_place_and_its_last_state_stays(
@@ -92,7 +92,7 @@ def test_a_screen_is_drawn_in_place_and_its_last_state_stays(
     monkeypatch.setenv("COLUMNS", "200")
     with ScreenDisplay() as display:
         for reason in ("Priority", "Resources"):
-            display.show(told(run, j7=("PENDING", reason)))
+            display.show(status_with(run, j7=("PENDING", reason)))
     drawn = capsys.readouterr().out
     assert "\x1b[1A\x1b[2K" in drawn, "the first picture is wiped out"
     last = drawn.rpartition("\x1b[2K")[2]
@@ -107,7 +107,7 @@ def test_it_ends_with_its_reader(run: RunDirectory, monkeypatch: pytest.MonkeyPa
     with os.fdopen(writing, "w") as nobody:
         monkeypatch.setattr(sys, "stdout", nobody)
         with pytest.raises(BrokenPipeError):
-            watch(looks(told(run, j7=("PENDING", "Priority"))), lambda _: None)
+            watch(looks(status_with(run, j7=("PENDING", "Priority"))), lambda _: None)
         monkeypatch.undo()
         # or its end would write what is left
         os.dup2(os.open(os.devnull, os.O_WRONLY), nobody.fileno())
@@ -117,6 +117,6 @@ def test_ctrl_c_leaves_quietly(run: RunDirectory, capsys: pytest.CaptureFixture[
     def interrupt(_: float) -> None:
         raise KeyboardInterrupt
 
-    assert watch(looks(told(run, j7=("PENDING", "Priority"))), interrupt) == 0
-    said = capsys.readouterr()
-    assert (len(said.out.splitlines()), said.err) == (1, "")
+    assert watch(looks(status_with(run, j7=("PENDING", "Priority"))), interrupt) == 0
+    output = capsys.readouterr()
+    assert (len(output.out.splitlines()), output.err) == (1, "")

@@ -254,9 +254,9 @@ def test_mlflow_has_one_run_that_says_itself_how_far_it_came(
     client = MlflowClient(tracking_uri=(run.root / "mlflow").as_uri())
     experiment = client.get_experiment_by_name(run.root.name)
     assert experiment is not None
-    (told,) = client.search_runs([experiment.experiment_id])
-    assert [each.step for each in client.get_metric_history(told.info.run_id, "train/loss")] == [*range(1, 71)]
-    epochs = client.get_metric_history(told.info.run_id, "epoch/test_accuracy")
+    (message,) = client.search_runs([experiment.experiment_id])
+    assert [each.step for each in client.get_metric_history(message.info.run_id, "train/loss")] == [*range(1, 71)]
+    epochs = client.get_metric_history(message.info.run_id, "epoch/test_accuracy")
     assert [each.step for each in epochs] == [*range(4, 71, 4)]
 
 

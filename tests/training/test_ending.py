@@ -27,16 +27,16 @@ def leave(monkeypatch: pytest.MonkeyPatch) -> Callable[[Leaving | None, int], tu
     def end(leaving: Leaving | None, restarts: int) -> tuple[str, list[Any]]:
         monkeypatch.setattr(slurm, "leaving", lambda _: leaving)
         monkeypatch.setattr(ending, "slurm_job_id", lambda: "5")
-        told: list[Any] = []
+        events: list[Any] = []
         training: Any = SimpleNamespace(
             progress=Progress(step=5, samples_seen=9, restarts=restarts),
             is_main=True,
             job=SimpleNamespace(sweep=spec),
             env=SimpleNamespace(on_slurm=True),
             any=bool,
-            log_event=lambda event, detail, data=None: told.append((event, detail)),
+            log_event=lambda event, detail, data=None: events.append((event, detail)),
         )
-        return ending.leave(training, StopRequest()), told
+        return ending.leave(training, StopRequest()), events
 
     return end
 
@@ -45,9 +45,9 @@ def leave(monkeypatch: pytest.MonkeyPatch) -> Callable[[Leaving | None, int], tu
 def test_a_cancelled_training_is_called_so_however_often_it_was_restarted(
     leave: Callable[[Leaving | None, int], tuple[str, list[Any]]], restarts: int
 ) -> None:
-    how, told = leave(Leaving.CANCELLED, restarts)
+    how, events = leave(Leaving.CANCELLED, restarts)
     assert how == "cancelled"
-    assert told[-1] == ("failed", "by scancel or an operator; saved at step 5")
+    assert events[-1] == ("failed", "by scancel or an operator; saved at step 5")
 
 
 def test_a_preempted_training_goes_on_as_often_as_it_may(
@@ -61,6 +61,6 @@ def test_a_preempted_training_goes_on_as_often_as_it_may(
 def test_a_training_that_slurm_has_requeued_does_not_fail_however_often_it_was_restarted(
     leave: Callable[[Leaving | None, int], tuple[str, list[Any]]],
 ) -> None:
-    how, told = leave(Leaving.REQUEUED, MOST)
+    how, events = leave(Leaving.REQUEUED, MOST)
     assert how == "preempted"
-    assert [event for event, _ in told] == ["preempted"]
+    assert [event for event, _ in events] == ["preempted"]

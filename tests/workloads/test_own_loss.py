@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 
 from tests.forked import start_workers
-from tests.run_factory import make_run, told_first
+from tests.run_factory import make_run, opening_text
 from tests.study_factory import make_study
 from tests.workloads.test_workloads_own import write_module
 from tula_hpc.analysis.figures.all import FIGURES
@@ -271,7 +271,7 @@ SCORES = "def f(outputs, targets): return "
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "expected"),
     [
         (SCORES + "outputs.mean()", r"float32 tensor of shape \(\) for 2 sample.*expected .*\(2,\)"),
         (SCORES + "outputs", r"shape \(2, 10\)"),
@@ -286,11 +286,11 @@ SCORES = "def f(outputs, targets): return "
 )
 @pytest.mark.parametrize("key", ["loss", "metric"])
 def test_a_loss_or_metric_that_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, said: str, key: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, expected: str, key: str
 ) -> None:
     write_module(tmp_path, monkeypatch, body)
     spec = WorkloadSpec(model="squeezenet1_1", dataset="digits").model_copy(update={key: "mine:f"})
-    with pytest.raises(InputError, match=said) as raised:
+    with pytest.raises(InputError, match=expected) as raised:
         build_workload(spec)
     assert raised.value.key == f"workload.{key}"
     assert "\n" not in str(raised.value)
@@ -303,7 +303,7 @@ LOSS = "\ndef loss(outputs, targets): return outputs.mean(1)\n"
 
 
 @pytest.mark.parametrize(
-    ("items", "said"),
+    ("items", "expected"),
     [
         ("[torch.zeros(3)] * 2", r"has float32 tensor.*expected \(inputs, targets\)"),
         ("[(torch.zeros(3), None)] * 2", "expected .inputs, targets., each made of tensors"),
@@ -312,9 +312,9 @@ LOSS = "\ndef loss(outputs, targets): return outputs.mean(1)\n"
         ("[(torch.zeros(n), 1) for n in (3, 4)]", r"\(3,\).*\(4,\).*cannot be put into one batch.*padded or cut"),
     ],
 )
-def test_samples_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, items: str, said: str) -> None:
+def test_samples_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, items: str, expected: str) -> None:
     write_module(tmp_path, monkeypatch, LOSS + f"def f(spec): return {items}, {items}, 2")
-    with pytest.raises(InputError, match=said) as raised:
+    with pytest.raises(InputError, match=expected) as raised:
         build_workload(WorkloadSpec(model="squeezenet1_1", dataset="mine:f", loss="mine:loss"))
     assert raised.value.key == "workload.dataset"
 
@@ -470,7 +470,7 @@ def test_a_model_may_change_its_input_in_place(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("workload", "study", "said"),
+    ("workload", "study", "expected"),
     [
         (REGRESSION, {}, "workload.metric: a study compares accuracies"),
         (WORDS, {"metric": "top5"}, 'study.metric: "top5" cannot be computed'),
@@ -478,9 +478,9 @@ def test_a_model_may_change_its_input_in_place(tmp_path: Path, monkeypatch: pyte
         ({"metric": "tests.examples.own_loss:nothing"}, {}, "defines no 'nothing'"),
     ],
 )
-def test_sweeps_that_do_not_fit(workload: dict[str, Any], study: dict[str, Any], said: str) -> None:
+def test_sweeps_that_do_not_fit(workload: dict[str, Any], study: dict[str, Any], expected: str) -> None:
     given = {"name": "x", "workload": workload, "study": {"methods": ["ags"], "batches": [64], **study}}
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=expected):
         SweepSpec.model_validate(given)
 
 
@@ -521,7 +521,7 @@ def test_the_report_tells_the_loss_where_there_is_no_accuracy(known_by_loss: Run
     made, measured = known_by_loss.read_plan(), known_by_loss.measurements().records
     table = summary_table(summary_rows(made, measured, result_of(known_by_loss)))
     assert (table.columns[-1], table.rows[0][-1], table.rows[1][-1]) == ("test loss", "-3.25", "–")
-    assert "and reached test loss -3.25." in told_first(contents)
+    assert "and reached test loss -3.25." in opening_text(contents)
     drawings = {name: drawn(contents, name) for name in ("training", "variability")}
     last = contents.trainings[0].metrics.epochs[-1].test_loss
     assert last is not None

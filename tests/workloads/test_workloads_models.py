@@ -130,7 +130,7 @@ def test_large_images_get_the_published_model(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "said"),
+    ("name", "size", "expected"),
     [
         ("maxvit_t", 8, "the smallest is 32"),
         ("maxvit_t", 100, "multiple of 32"),
@@ -139,8 +139,8 @@ def test_large_images_get_the_published_model(name: str) -> None:
         ("inception_v3", 70, "at least 75"),
     ],
 )
-def test_an_impossible_size_is_named(name: str, size: int, said: str) -> None:
-    with pytest.raises(InputError, match=said) as raised:
+def test_an_impossible_size_is_named(name: str, size: int, expected: str) -> None:
+    with pytest.raises(InputError, match=expected) as raised:
         on_meta(name, size)
     assert raised.value.key == "workload.image_size"
     assert f"{name} cannot take images of {size} pixels" in str(raised.value)

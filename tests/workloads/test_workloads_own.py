@@ -77,7 +77,7 @@ def write_module(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "expected"),
     [
         ("f = lambda c, s: 'text'", "mine:f returned an object of type str; expected a torch.nn.Module"),
         ("f = lambda c, s: None", "mine:f returned None; expected a torch.nn.Module"),
@@ -100,11 +100,11 @@ def write_module(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> No
         ),
     ],
 )
-def test_a_model_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, said: str) -> None:
+def test_a_model_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, expected: str) -> None:
     write_module(tmp_path, monkeypatch, body)
     # past the configuration's own check, which reads the source: what is tested here happens on the nodes
     spec = WorkloadSpec.model_construct(**{**WorkloadSpec().model_dump(), "model": "mine:f"})
-    with pytest.raises(InputError, match=said) as raised:
+    with pytest.raises(InputError, match=expected) as raised:
         build_workload(spec)
     assert raised.value.key == "workload.model"
     assert "\n" not in str(raised.value)
@@ -155,7 +155,7 @@ def test_a_worker_tries_a_model_on_its_own_device(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "expected"),
     [
         ("def f(spec): return good", r"returned Data of length 4; expected a tuple \(train, test, classes\)"),
         ("def f(spec): return good, good", "returned tuple of length 2"),
@@ -195,9 +195,9 @@ def test_a_worker_tries_a_model_on_its_own_device(tmp_path: Path, monkeypatch: p
         ),
     ],
 )
-def test_a_data_set_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, said: str) -> None:
+def test_a_data_set_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, expected: str) -> None:
     write_module(tmp_path, monkeypatch, body)
-    with pytest.raises(InputError, match=said) as raised:
+    with pytest.raises(InputError, match=expected) as raised:
         build_workload(WorkloadSpec(model="squeezenet1_1", dataset="mine:f"))
     assert raised.value.key == "workload.dataset"
 

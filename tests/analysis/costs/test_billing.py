@@ -82,12 +82,12 @@ def test_generic_resources_are_read_as_slurm_reads_them(gres: str, counts: dict[
 
 @pytest.mark.parametrize(("weight", "gres"), [("GRES/gpu:a100", "gpu:4"), ("GRES/gpus", "gpu:4"), ("license/x", None)])
 def test_a_weight_that_bills_nothing_is_said(weight: str, gres: str | None) -> None:
-    def said(value: int) -> list[str]:
+    def warnings(value: int) -> list[str]:
         spec = cluster({"tres_weights": {weight: value}}, exclusive=False, gres=gres)
         assert billing(spec) == 0
         return [text for text in node_resources(spec).assumed if f"leaves out {weight.lower()}:" in text]
 
-    assert (len(said(2)), len(said(0))) == (1, 0)
+    assert (len(warnings(2)), len(warnings(0))) == (1, 0)
 
 
 def test_a_node_is_billed_for_what_its_job_asks_for() -> None:
@@ -105,9 +105,9 @@ def test_exclusive_jobs_are_billed_for_all_cores_and_gpus_but_the_memory_they_as
 
 
 def test_what_is_not_known_of_the_node_is_assumed_and_said() -> None:
-    said = " ".join(node_resources(cluster({}, workers_per_node=2, gres="gpu:1")).assumed)
+    message = " ".join(node_resources(cluster({}, workers_per_node=2, gres="gpu:1")).assumed)
     for part in ("2 cores", "pricing.node_cpus", "1 GPU,", "pricing.node_gpus", "pricing.node_memory_gb"):
-        assert part in said
+        assert part in message
 
 
 def test_kinds_of_gpus_count_by_name_and_kind() -> None:
@@ -141,7 +141,7 @@ def test_gpus_by_an_option_of_sbatch_are_billed_as_those_of_gres(
 
 
 @pytest.mark.parametrize(
-    ("sbatch", "said"),
+    ("sbatch", "expected"),
     [
         ({"mem_per_gpu": "8G", "gpus": 8, "exclusive": True}, ["mem-per-gpu", "exclusive"]),
         ({"cpus-per-task": 4, "tres-per-task": "gres/gpu:1", "exclusive": False}, ["cpus-per-task", "tres-per-task"]),
@@ -149,11 +149,11 @@ def test_gpus_by_an_option_of_sbatch_are_billed_as_those_of_gres(
     ],
 )
 def test_an_option_of_sbatch_that_changes_the_bill_and_is_not_counted_is_said(
-    sbatch: dict[str, Any], said: list[str]
+    sbatch: dict[str, Any], expected: list[str]
 ) -> None:
     spec = cluster({"tres_weights": "CPU=1,Mem=0.25G,GRES/gpu=0"}, exclusive=False, memory_gb=1, sbatch=sbatch)
     assert list(node_resources(spec).assumed) == [
-        f"billing leaves out what {name} in [sbatch] asks for" for name in said
+        f"billing leaves out what {name} in [sbatch] asks for" for name in expected
     ]
 
 

@@ -79,8 +79,8 @@ def test_dearer_saves_take_longer_and_a_bound_holds(basis: str) -> None:
     times = [float(paid(20, basis=basis, save_s=seconds).wall_time_s[0]) for seconds in (0.0, 1.0, 10.0, 100.0)]
     assert times == sorted(times)
     assert times[0] < times[1] < times[2]
-    dear = paid(20, save_s=100.0)
-    assert float(dear.saving_s[0]) <= MAX_SHARE * 20 * 3600 * (1 + 1e-9)
+    costly = paid(20, save_s=100.0)
+    assert float(costly.saving_s[0]) <= MAX_SHARE * 20 * 3600 * (1 + 1e-9)
 
 
 def test_short_epochs_save_often_where_the_user_has_set_the_interval() -> None:
@@ -176,17 +176,17 @@ def test_a_plan_tells_of_the_checkpoints_that_are_written(
 
 
 @pytest.mark.parametrize(
-    ("every_s", "said"),
+    ("every_s", "expected"),
     [(30.0, " every 30.0 s"), (10.0, " after each epoch"), (40.0, " every 4 epochs"), (100.0, None), (500.0, None)],
 )
-def test_how_often_is_said_of_a_training_that_saves_before_its_end(every_s: float, said: str | None) -> None:
+def test_how_often_is_said_of_a_training_that_saves_before_its_end(every_s: float, expected: str | None) -> None:
     made = make_plan(sweep("time"), cluster(), CORNERS)
     epoch_s = 10.0 if every_s != 30.0 else 20.0
     times = {"epoch_time_s": epoch_s, "train_time_s": 10 * epoch_s, "wall_time_s": 1000.0}
     chosen = made.chosen.model_copy(update={**times, "checkpoint_minutes": every_s / 60.0})
     text = expectation(made.model_copy(update={"chosen": chosen}))
-    assert ("with a checkpoint" in text) == (said is not None)
-    assert said is None or f"with a checkpoint{said}" in text
+    assert ("with a checkpoint" in text) == (expected is not None)
+    assert expected is None or f"with a checkpoint{expected}" in text
 
 
 @pytest.mark.parametrize(

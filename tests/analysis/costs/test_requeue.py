@@ -74,8 +74,8 @@ def test_a_job_whose_end_the_command_notes_tells_its_beginning_when_it_resumes()
 def test_a_job_that_failed_before_the_training_began_anew_is_not_taken_from_it() -> None:
     ended = event("finished", 700, began_at=490)
     assert actual_use([event("failed", 200), ended], result(wall_time_s=200)) == (2 * 210, 2, 1, 0)
-    told = event("failed", 200, began_at=60)
-    assert actual_use([told, ended], result(wall_time_s=200)) == (2 * (140 + 210), 2, 0, 0)
+    failed = event("failed", 200, began_at=60)
+    assert actual_use([failed, ended], result(wall_time_s=200)) == (2 * (140 + 210), 2, 0, 0)
 
 
 def test_a_run_that_was_killed_without_a_word_is_counted_as_unknown() -> None:

@@ -46,7 +46,7 @@ def test_a_plan_marks_the_notes_that_a_training_will_replace() -> None:
 
 
 def test_it_is_the_median_over_jobs_and_passes_over_what_is_damaged() -> None:
-    told = [0.0, 5.0, -1.0, 9.0, float("inf"), 6.0, float("nan"), 1e12]
-    rows = [row.model_copy(update={"start_s": s}) for row, s in zip(grid(), told, strict=False)]
+    values = [0.0, 5.0, -1.0, 9.0, float("inf"), 6.0, float("nan"), 1e12]
+    rows = [row.model_copy(update={"start_s": s}) for row, s in zip(grid(), values, strict=False)]
     assert summarize(rows).start_s == pytest.approx(6.0)
     assert summarize(grid()).start_s is None

@@ -145,11 +145,11 @@ def test_the_first_run_of_a_requeued_job_that_begins_anew_has_failed() -> None:
 
 
 def test_a_run_that_left_no_event_makes_none_of_the_others_a_failed_one() -> None:
-    told = [
+    without_job = [
         event("checkpoint", 70.0),
         event("resumed", 150.0).model_copy(update={"data": {"samples_seen": 640}}),
     ]
-    events = [each.model_copy(update={"job_id": "7"}) for each in told]
+    events = [each.model_copy(update={"job_id": "7"}) for each in without_job]
     bill = training_bill(promised(), result(restarts=1), events, accounted(100.0, 8.0, 60.0))
     assert bill is not None
     assert TimePart.FAILED not in bill.parts, "the first run is that which saved, or the second"
@@ -184,11 +184,11 @@ def test_a_plan_without_a_whole_promises_none(whole_s: float | None) -> None:
 
 
 def test_parts_that_were_off_are_named_once_they_matter() -> None:
-    said = " ".join(bill_sentences(billed(150.0)))
-    assert "longer than the 90 % interval of the predicted 2 min 10 s (" in said
-    assert "by Slurm's accounting" in said
-    assert "2.0 USD was predicted (1.8 USD to 2.2 USD)." in said
-    assert "Outside their intervals: end of the job 14.0 s (predicted 1.50 s)." in said, "a second moves nobody"
+    message = " ".join(bill_sentences(billed(150.0)))
+    assert "longer than the 90 % interval of the predicted 2 min 10 s (" in message
+    assert "by Slurm's accounting" in message
+    assert "2.0 USD was predicted (1.8 USD to 2.2 USD)." in message
+    assert "Outside their intervals: end of the job 14.0 s (predicted 1.50 s)." in message, "a second moves nobody"
     assert billed(150.0).parts_off() == [TimePart.ENDS]
     assert billed(150.0).parts[TimePart.STARTS].verdict is PromiseVerdict.MORE
 
@@ -198,8 +198,8 @@ def test_where_no_part_is_off_by_itself_the_one_that_moved_the_whole_is_named() 
     slow = result(**TIMED | {"train_time_s": 109.0})
     bill = training_bill(promised(**sure), slow, [], accounted(109.0 + 31.0 + 1.5))
     assert bill is not None
-    said = " ".join(bill_sentences(bill))
-    assert "Most of the difference: steps 1 min 49 s (predicted 1 min 40 s)." in said
+    message = " ".join(bill_sentences(bill))
+    assert "Most of the difference: steps 1 min 49 s (predicted 1 min 40 s)." in message
     assert "Most of the difference" not in " ".join(bill_sentences(billed(133.0)))
 
 
@@ -214,7 +214,7 @@ def test_the_table_has_every_part_and_its_verdict() -> None:
 
 
 @pytest.mark.parametrize(
-    ("epoch_s", "drifts", "said"),
+    ("epoch_s", "drifts", "expected"),
     [
         (11.0, ["drifted"], ""),
         (
@@ -231,7 +231,7 @@ def test_the_table_has_every_part_and_its_verdict() -> None:
         ),
     ],
 )
-def test_steps_off_the_plan_are_told_with_their_likely_cause(epoch_s: float, drifts: list[str], said: str) -> None:
+def test_steps_off_the_plan_are_told_with_their_likely_cause(epoch_s: float, drifts: list[str], expected: str) -> None:
     chosen = promised(epoch_time_s=10.0, interval_90={"epoch_time_s": (9.0, 12.0)})
     line = dict.fromkeys(EpochMetrics.model_fields, 1) | {"kind": "epoch", "epoch_time_s": epoch_s}
     line |= {"global_batch": WHERE.global_batch}
@@ -240,8 +240,8 @@ def test_steps_off_the_plan_are_told_with_their_likely_cause(epoch_s: float, dri
     data = {"label": "main", "ratio": 2.0, "part": "loader"}
     events = [event(name, at).model_copy(update={"data": data}) for at, name in enumerate(drifts)]
     found = " ".join(steps_off(plan([chosen, chosen]), events, training))
-    assert found.endswith(said)
-    assert found.startswith("The steps of the training were ") == bool(said)
+    assert found.endswith(expected)
+    assert found.startswith("The steps of the training were ") == bool(expected)
     if not drifts and epoch_s > 12.0:
         short = training._replace(result=result(train_time_s=10 * epoch_s, steps=20, global_batch=50_000))
         (words,) = steps_off(plan([chosen, chosen]), events, short)
@@ -281,8 +281,8 @@ def test_a_time_just_outside_of_its_interval_does_not_read_like_its_end() -> Non
 
 @given(st.lists(st.floats(0.0, 1e6), max_size=3), st.floats(0.0, 1e6), st.integers(0, 3))
 def test_whatever_was_measured_can_be_said(elapsed_s: list[float], starts_s: float, restarts: int) -> None:
-    told = result(starts_s=starts_s, restarts=restarts)
-    bill = training_bill(promised(), told, [event("finished", 5.0)], accounted(*elapsed_s))
+    outcome = result(starts_s=starts_s, restarts=restarts)
+    bill = training_bill(promised(), outcome, [event("finished", 5.0)], accounted(*elapsed_s))
     assert bill is not None
     assert all(row.actual is None or row.actual >= 0.0 for row in bill.parts.values())
     assert bill_table(bill).rows

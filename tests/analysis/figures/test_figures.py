@@ -239,9 +239,9 @@ def test_of_several_partitions_all_but_the_front_show_the_chosen_one(run: RunCon
 
 def test_of_several_partitions_the_front_tells_each_and_other_figures_name_the_chosen_one(run: RunContents) -> None:
     drawings = {drawing.name: drawing for drawing in draw_all(of_two_partitions(run)).drawings}
-    told = {name for name, drawing in drawings.items() if drawing.caption.startswith("Shown is partition a, ")}
-    assert {"epoch_time", "cost", "memory"} <= told
-    assert told.isdisjoint({"pareto", "training", "sensitivity"})
+    naming = {name for name, drawing in drawings.items() if drawing.caption.startswith("Shown is partition a, ")}
+    assert {"epoch_time", "cost", "memory"} <= naming
+    assert naming.isdisjoint({"pareto", "training", "sensitivity"})
     axes = drawings["pareto"].figure.axes[0]
     legend = axes.get_legend()
     assert legend is not None
@@ -403,8 +403,8 @@ def test_what_fits_is_told_of_a_single_worker_and_of_several_as_in_the_plan(run:
     assert drawing.title.endswith("; 64 samples fit, on a single worker 128 samples fit")
     fitting = [item for item in contents.plan.candidates if item.feasible] if contents.plan else []
     largest = {nodes: max(item.local_batch for item in fitting if item.nodes == nodes) for nodes in (1, 2)}
-    told = [row for row in rows(drawing) if row["mark"] == "largest_that_fits"]
-    assert {int(row["nodes"] or 2): int(row["local_batch_samples"]) for row in told} == largest == {1: 128, 2: 64}
+    limits = [row for row in rows(drawing) if row["mark"] == "largest_that_fits"]
+    assert {int(row["nodes"] or 2): int(row["local_batch_samples"]) for row in limits} == largest == {1: 128, 2: 64}
 
 
 def test_what_training_holds_beside_its_steps_counts_for_what_fits(run: RunContents) -> None:
@@ -909,8 +909,8 @@ def test_cluster_sizes_are_named_in_a_legend_where_there_are_too_many_for_line_e
     legend = axes.get_legend()
     assert legend is not None
     names = {f"N = {nodes}" for nodes in sizes}
-    beside, above = (names & {text.get_text() for text in texts} for texts in (axes.texts, legend.get_texts()))
-    assert (beside, above) == ((names, set()) if count <= 14 else (set(), names))
+    at_lines, in_legend = (names & {text.get_text() for text in texts} for texts in (axes.texts, legend.get_texts()))
+    assert (at_lines, in_legend) == ((names, set()) if count <= 14 else (set(), names))
 
 
 def test_intervals_of_multiples_follow_one_another() -> None:

@@ -55,8 +55,8 @@ def logged(contents: RunContents, field: str, values: Sequence[float]) -> RunCon
 )
 def test_what_began_and_ended_alike_has_not_stayed_there(run: RunContents, values: list[float], words: str) -> None:
     assert title_of(logged(run, "gradient_norm", values), "gradient_norm") == f"The gradient's norm {words}"
-    beside = title_of(logged(run, "sensitivity", values), "variability")
-    assert beside.startswith(f"Gradient variability {words} while test accuracy")
+    title = title_of(logged(run, "sensitivity", values), "variability")
+    assert title.startswith(f"Gradient variability {words} while test accuracy")
 
 
 @pytest.mark.parametrize(("values", "words"), [([0.1, 1.9], "(0.1 to 1.9)"), ([1.02, 1.0], "average")])

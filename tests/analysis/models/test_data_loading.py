@@ -85,9 +85,9 @@ def test_between_a_scripts_steps_there_may_be_more_than_a_loader() -> None:
 def test_where_the_loader_decides_uneven_steps_are_not_said_again() -> None:
     assert len(warnings_of(measured(0.04, converged=False))) == 1
     assert warnings_of(measured(0.001, converged=False)) == []
-    for wait_s, said in ((0.04, 0), (0.001, 1)):
+    for wait_s, count in ((0.04, 0), (0.001, 1)):
         profiles = summarize([measured(wait_s, converged=False)]).profiles
-        assert len(unsteady(profiles)) == said
+        assert len(unsteady(profiles)) == count
 
 
 def test_cores_are_those_of_a_step_that_does_not_wait() -> None:

@@ -216,8 +216,8 @@ def test_intervals_hold_what_every_form_says_while_one_cluster_size_tells_none(t
     assert np.all((0.99 * low <= seconds) & (seconds <= 1.01 * high))
 
     given = StepTimeModel("ring", backend).fit(NODES[one_size], BATCH[one_size], seconds[one_size])
-    told = StepTimeModel("auto", backend).fit(NODES, BATCH, seconds)
-    for sure in (given, told):
+    identified = StepTimeModel("auto", backend).fit(NODES, BATCH, seconds)
+    for sure in (given, identified):
         low, high = sure.interval([2, 4], 64)
         wide = np.divide(*reversed(open_form.interval([2, 4], 64)))
         assert np.all(high / low < wide)

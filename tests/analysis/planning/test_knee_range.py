@@ -79,17 +79,17 @@ def test_a_candidate_that_is_faster_and_cheaper_is_named_with_the_reason(objecti
     plan = make_plan(
         sweep(objective, cluster_sizes=[1], min_batch=32, max_batch=4096), cluster(), recorded(0.01, 0.001, 0.1)
     )
-    (said,) = why_not_better(plan)
-    assert said.startswith("N=1 b=4096 (B=4096) would be ")
-    assert "faster" in said
-    assert "beyond the knee" in said
+    (message,) = why_not_better(plan)
+    assert message.startswith("N=1 b=4096 (B=4096) would be ")
+    assert "faster" in message
+    assert "beyond the knee" in message
     assert plan.knee is not None
     below = plan.knee.model_copy(update={"global_batch": plan.chosen.global_batch - 1.0})
-    (said,) = why_not_better(plan.model_copy(update={"knee": below}))
-    assert "its batch lies further beyond the knee" in said
+    (message,) = why_not_better(plan.model_copy(update={"knee": below}))
+    assert "its batch lies further beyond the knee" in message
     none = plan.knee.model_copy(update={"global_batch": None})
-    (said,) = why_not_better(plan.model_copy(update={"knee": none}))
-    assert "but the plan takes the smallest batch within 10 % of the least time, on the fewest nodes;" in said
+    (message,) = why_not_better(plan.model_copy(update={"knee": none}))
+    assert "but the plan takes the smallest batch within 10 % of the least time, on the fewest nodes;" in message
     fastest = make_plan(
         sweep("time", cluster_sizes=[1], min_batch=32, max_batch=4096), cluster(), recorded(0.01, 0.001, 0.1)
     )

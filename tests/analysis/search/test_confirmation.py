@@ -62,7 +62,7 @@ def searched(spec: SweepSpec, world: World, on: ClusterSpec = CLUSTER) -> list[M
     return rows
 
 
-def told(plan: Plan, words: str) -> list[str]:
+def sentences_with(plan: Plan, words: str) -> list[str]:
     return [text for text in (*plan.notes, *plan.warnings) if words in text]
 
 
@@ -96,7 +96,7 @@ def test_the_choice_was_measured_or_the_plan_says_why_not(world: World, kind: st
     assert len(rows) <= spec.search.max_profiles
     plan = make_plan(spec, CLUSTER, rows)
     assert is_confirmed(plan, rows) == plan.chosen.measured
-    reasons = len(told(plan, UNMEASURED)) + (plan.profile_share is not None)
+    reasons = len(sentences_with(plan, UNMEASURED)) + (plan.profile_share is not None)
     assert reasons == (0 if plan.chosen.measured else 1)
     unmeasured_ends = len(rows) == spec.search.max_profiles or world.samples == SHORT
     assert plan.chosen.measured or unmeasured_ends
@@ -143,11 +143,11 @@ def test_a_short_training_is_not_worth_a_profile() -> None:
     assert not plan.chosen.measured
     assert plan.profile_share is not None
     assert plan.profile_share > PROFILE_SHARE
-    assert not told(plan, UNMEASURED)
-    (said,) = [text for text in sentences(plan) if "not measured" in text]
+    assert not sentences_with(plan, UNMEASURED)
+    (message,) = [text for text in sentences(plan) if "not measured" in text]
     percent = format_number(100 * plan.profile_share, 2)
-    assert said.endswith(f"was not measured, as its profile would cost {percent} % of the training's node-seconds.")
-    assert not told(plan, "not yet profiled")
+    assert message.endswith(f"was not measured, as its profile would cost {percent} % of the training's node-seconds.")
+    assert not sentences_with(plan, "not yet profiled")
     assert len(rows) <= len(searched(spec, World()))
 
 
@@ -156,7 +156,7 @@ def test_a_choice_that_cannot_be_profiled_is_no_endless_search() -> None:
     rows = searched(spec, world)
     plan = make_plan(spec, CLUSTER, rows)
     assert plan.chosen.configuration == (8, 1, 256)
-    assert told(plan, UNMEASURED)
+    assert sentences_with(plan, UNMEASURED)
     assert sum(row.status == "failed" for row in rows) == 2
 
 
@@ -165,8 +165,8 @@ def test_what_another_objective_would_choose_is_still_to_be_profiled() -> None:
     rows = searched(spec_of("cost"), World())[:-1]
     plan = make_plan(spec_of("time"), CLUSTER, rows)
     assert not plan.chosen.measured
-    assert str(plan.chosen.configuration) in told(plan, "not yet profiled")[0]
-    assert not told(plan, UNMEASURED)
+    assert str(plan.chosen.configuration) in sentences_with(plan, "not yet profiled")[0]
+    assert not sentences_with(plan, UNMEASURED)
     assert plan.profile_share is None
 
 

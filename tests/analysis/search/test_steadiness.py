@@ -27,7 +27,7 @@ def with_step(where: Configuration, step: dict[str, float] | None = None, **chan
     return [changed if row.configuration == where else row for row in ROWS]
 
 
-def told(plan: Plan, where: Configuration) -> list[str]:
+def warnings_about(plan: Plan, where: Configuration) -> list[str]:
     return [text for text in plan.warnings if f"the step of {where} " in text]
 
 
@@ -41,7 +41,7 @@ UNSETTLED: dict[str, Any] = {"converged": False, "steps": 40, "round_steps": {"s
 def test_what_had_not_settled_is_said_where_another_choice_lies_within(where: Configuration) -> None:
     plan = planned(with_step(where, WIDE, **UNSETTLED))
     assert plan.chosen.configuration == CHOSEN
-    (text,) = told(plan, where)
+    (text,) = warnings_about(plan, where)
     assert f"the step of {where} takes between " in text
     assert f", predictions change, and the plan would choose {NEXT}. " in text
     assert text.endswith("A new sweep with --set search.max_seconds=240 and another --run-dir measures it for longer")
@@ -57,7 +57,7 @@ def test_of_several_partitions_the_choice_is_said_to_be_that_of_one() -> None:
     parts = [{"partition": name, "pricing": {"usd_per_node_hour": price}} for name, price in (("a", 2.0), ("b", 1.0))]
     plan = make_plan(sweep("time", mode="full"), cluster(partitions=parts), rows)
     assert (plan.chosen.partition, plan.chosen.configuration) == ("b", CHOSEN)
-    (text,) = told(plan, CHOSEN)
+    (text,) = warnings_about(plan, CHOSEN)
     assert text.startswith(f"b: the step of {CHOSEN} takes between ")
     assert f", predictions change, and the best there would be {NEXT}. " in text
 
@@ -83,24 +83,26 @@ def test_what_changes_nothing_is_not_said(
 
 def test_the_limit_that_ended_the_measurement_is_the_one_to_raise() -> None:
     rows = with_step(NEXT, WIDE, **{**UNSETTLED, "steps": 197})
-    assert "--set search.max_steps=800 and" in told(planned(rows), NEXT)[0]
-    assert "--set search.max_seconds=40 and" in told(planned(rows, max_steps=500, max_seconds=10.0), NEXT)[0]
+    assert "--set search.max_steps=800 and" in warnings_about(planned(rows), NEXT)[0]
+    assert "--set search.max_seconds=40 and" in warnings_about(planned(rows, max_steps=500, max_seconds=10.0), NEXT)[0]
     # without max_seconds it was a share of the training
     short = with_step(NEXT, WIDE, **UNSETTLED, samples={"step": [0.7] * 5})
-    assert "--set search.max_seconds=56 and" in told(planned(short), NEXT)[0]
+    assert "--set search.max_seconds=56 and" in warnings_about(planned(short), NEXT)[0]
     # a script that ended early
     short = with_step(NEXT, WIDE, **UNSETTLED, samples={"step": [0.1] * 5})
-    assert "The script ended before its steps had settled: with more samples, " in told(planned(short), NEXT)[0]
+    assert (
+        "The script ended before its steps had settled: with more samples, " in warnings_about(planned(short), NEXT)[0]
+    )
 
 
 def test_a_drift_of_what_is_chosen_is_said_with_what_it_does_to_training() -> None:
     slower = {"first_half": 0.97, "second_half": 1.03}
-    (text,) = told(planned(with_step(CHOSEN, slower)), CHOSEN)
+    (text,) = warnings_about(planned(with_step(CHOSEN, slower)), CHOSEN)
     assert f"{CHOSEN} became 6.2 % longer while it was measured (" in text
     assert "at its later pace the training's steps take 3 % more time than predicted" in text
     assert "search.max_seconds=240" in text
     faster = {"first_half": 1.03, "second_half": 0.97}
-    (text,) = told(planned(with_step(CHOSEN, faster)), CHOSEN)
+    (text,) = warnings_about(planned(with_step(CHOSEN, faster)), CHOSEN)
     assert "became 5.8 % shorter" in text
     assert "the training's steps take 3 % less time than predicted" in text
     assert "--set search.warmup_steps=20 and another --run-dir measures it when it has warmed up" in text
@@ -113,7 +115,7 @@ def test_a_drift_that_matters_to_nothing_is_not_said(where: Configuration, halve
 
 
 def test_a_drift_within_which_another_choice_lies_is_said_of_any_configuration() -> None:
-    (text,) = told(planned(with_step(NEXT, {"first_half": 0.5, "second_half": 1.5})), NEXT)
+    (text,) = warnings_about(planned(with_step(NEXT, {"first_half": 0.5, "second_half": 1.5})), NEXT)
     assert "became 3 times as long while it was measured (" in text
     assert f", predictions change, and the plan would choose {NEXT}. " in text
 
@@ -131,5 +133,5 @@ def test_what_ran_out_of_memory_is_no_choice_whatever_the_steps_are() -> None:
     rows = [*with_step(CHOSEN, WIDE, **UNSETTLED), oom(nodes, 2 * batch)]
     plan = planned(rows, max_batch=2 * USUAL.chosen.global_batch)
     assert plan.chosen.configuration == CHOSEN
-    (text,) = told(plan, CHOSEN)
+    (text,) = warnings_about(plan, CHOSEN)
     assert f", predictions change, and the plan would choose {NEXT}. " in text

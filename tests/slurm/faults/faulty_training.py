@@ -36,7 +36,7 @@ from tula_hpc.records import (
 from tula_hpc.stages.context import Sweep
 from tula_hpc.stages.train import train_stage
 
-PATIENCE_S = 600  # limit for every wait of a story; long, because many trainings share two cores
+PATIENCE_S = 600  # limit for every wait of a scenario; long, because many trainings share two cores
 LOOK_PAUSE_S = 0.5  # pause between two polls of files or the queue, to leave the processors to the jobs
 EARLY_STEP = 12  # step of 64 for a fault: in the second epoch of 8 steps, after several checkpoints
 ONE = Configuration(nodes=1, workers_per_node=1, local_batch=64)
@@ -87,7 +87,7 @@ class Training:
     """One training in a run directory of its own.
 
     Args:
-        name: Key of `STORIES`.
+        name: Key of `SCENARIOS`.
         cluster: The test cluster.
         folder: New folder for its files; must not exist.
         settings: What and where it trains.
@@ -105,7 +105,7 @@ class Training:
         self.plan = settings.plan or only(settings.configuration)
         self.strikes: list[Strike] = []
         self.accounts: list[Account] = []
-        self.seen: dict[str, Any] = {}  # observations of the story, for its tests
+        self.seen: dict[str, Any] = {}  # observations of the scenario, for its tests
         self._command: threading.Thread | None = None
 
     def set_pace(self, seconds: float) -> None:
@@ -245,11 +245,11 @@ class Training:
 
 
 def cluster_for(training: Training, changes: Mapping[str, object]) -> ClusterSpec:
-    """Return the test cluster's template with changes; two trainings share a node, unless the story changes that."""
+    """Return the test cluster's template with changes; two trainings share a node, unless the scenario changes that."""
     settings = training.settings
     base = load_cluster(TEMPLATE, [f"workers_per_node={settings.configuration.workers_per_node}"])
     environment = {**base.environment, PACE_FILE: str(training.pace_file)}
-    # Slurm may choose any job for another story's preemption, so by default a job cannot be preempted
+    # Slurm may choose any job for another scenario's preemption, so by default a job cannot be preempted
     shared = {
         "partition": "steady",
         "exclusive": False,

@@ -118,8 +118,8 @@ def test_a_sweep_ends_well_on_the_nodes_that_are_whole(slurm_cluster: MiniCluste
     assert broken_jobs(run, "train") == {second: 1}
     assert run.train().result_file.exists()
     status = [sys.executable, "-m", "tula_hpc.status", str(run.root)]
-    told = subprocess.run(status, capture_output=True, text=True, check=False, cwd=ROOT, env=slurm_cluster.environment)
-    assert all(f"{host} for " in told.stdout for host in (first, second)), told.stdout
+    shown = subprocess.run(status, capture_output=True, text=True, check=False, cwd=ROOT, env=slurm_cluster.environment)
+    assert all(f"{host} for " in shown.stdout for host in (first, second)), shown.stdout
 
 
 def test_where_every_node_is_broken_one_line_says_so(sweeps: Sweeps) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.attach.test_keeping import Story
+from tests.attach.test_keeping import Scenario
 from tests.slurm.faults.faulty_training import Settings, Training
-from tests.slurm.faults.stories import REQUEUES
+from tests.slurm.faults.scenarios import REQUEUES
 from tests.slurm.testcluster import MiniCluster
 from tula_hpc.config import SweepSpec
 from tula_hpc.records import Configuration, read_metrics
@@ -47,14 +47,14 @@ def chosen(request: pytest.FixtureRequest) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, chosen: list[str]) -> dict[str, Story]:
+def alone(tmp_path_factory: pytest.TempPathFactory, chosen: list[str]) -> dict[str, Scenario]:
     """The undisturbed training of each script on this machine."""
-    stories = {
-        name: Story(tmp_path_factory.mktemp("alone") / "run", 2, (), around=False, script=SCRIPTS / name)
+    scenarios = {
+        name: Scenario(tmp_path_factory.mktemp("alone") / "run", 2, (), around=False, script=SCRIPTS / name)
         for name in chosen
     }
-    assert all(story.start() == [0, 0] for story in stories.values())
-    return stories
+    assert all(scenario.start() == [0, 0] for scenario in scenarios.values())
+    return scenarios
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def preempted(
 
 @pytest.mark.parametrize("name", SCRIPTED)
 def test_preempted_a_script_is_requeued_and_ends_as_undisturbed(
-    name: str, preempted: dict[str, Training], alone: dict[str, Story]
+    name: str, preempted: dict[str, Training], alone: dict[str, Scenario]
 ) -> None:
     cut, whole = preempted[name], alone[name]
     assert (cut.result().steps, cut.result().restarts) == (STEPS, 1), cut.account()

@@ -1,4 +1,4 @@
-"""Faults that trainings meet: each story starts a training, causes a fault, and waits for the training's end."""
+"""Faults that trainings meet: each scenario starts a training, causes a fault, and waits for the training's end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAIR = Configuration(nodes=1, workers_per_node=2, local_batch=32)
 TWO_NODES = Configuration(nodes=2, workers_per_node=1, local_batch=32)
 SUSPENDED_S = 20.0
 PAUSE_S = 15.0  # squeue gives up after 10 s
-SETTINGS = threading.Lock()  # held by the story that changes the cluster's settings or depends on them
+SETTINGS = threading.Lock()  # held by the scenario that changes the cluster's settings or depends on them
 OTHERS_ARE_OVER = threading.Event()
 
 ALONE: Mapping[str, object] = {"exclusive": True, "memory_gb": 4.0}
@@ -45,7 +45,7 @@ HUNGRY = SweepSpec.model_validate(
 
 
 def undisturbed(training: Training) -> None:
-    """Train without a fault, as the reference of other stories."""
+    """Train without a fault, as the reference of other scenarios."""
     training.start()
     training.end()
 
@@ -139,7 +139,7 @@ def preempted(training: Training, settings: AbstractContextManager[object] | Non
     """Preempt the job by one in a partition of higher priority; Slurm sends TERM."""
     training.start()
     training.wait_for_steps()
-    with SETTINGS, settings or nullcontext():  # no other story may change which signal a preemption sends
+    with SETTINGS, settings or nullcontext():  # no other scenario may change which signal a preemption sends
         training.strike(lambda: training.cluster.preempt(training.job_id))
         training.wait_for_event("preempted")
     training.wait_for_event("resumed")
@@ -239,47 +239,47 @@ def controller_gone(training: Training) -> None:
     training.end()
 
 
-class Story(NamedTuple):
+class Scenario(NamedTuple):
     """A training and what happens to it."""
 
-    tell: Callable[[Training], None]
+    run: Callable[[Training], None]
     settings: Settings
     reference: str = "one"  # the uninterrupted training that it must equal
     disturbs: bool = False  # stops the controller, or needs accounting and requeues off; starts after the others
-    anytime: bool = False  # may still run while stories that disturb the controller run
-    thorough: bool = False  # a variation of another story; its tests are marked `thorough`
+    anytime: bool = False  # may still run while scenarios that disturb the controller run
+    thorough: bool = False  # a variation of another scenario; its tests are marked `thorough`
 
 
-STORIES: dict[str, Story] = {
-    "second node killed": Story(second_node_killed, Settings(TWO_NODES, cluster=ALONE), "two"),
-    "stale writer": Story(stale_writer, Settings(cluster=ALONE, pace_s=1.0)),
-    "time limit": Story(time_limit, Settings(training={"max_requeues": 1}, pace_s=2.0), anytime=True),
-    "memory, late": Story(
+SCENARIOS: dict[str, Scenario] = {
+    "second node killed": Scenario(second_node_killed, Settings(TWO_NODES, cluster=ALONE), "two"),
+    "stale writer": Scenario(stale_writer, Settings(cluster=ALONE, pace_s=1.0)),
+    "time limit": Scenario(time_limit, Settings(training={"max_requeues": 1}, pace_s=2.0), anytime=True),
+    "memory, late": Scenario(
         memory_late,
         Settings(Configuration(1, 1, 512), cluster={"memory_gb": 1.5}, spec=LATE_SWEEP, plan=late_plan()),
         reference="",
     ),
-    "two": Story(undisturbed, Settings(PAIR, pace_s=0.0), "two"),
-    "one": Story(undisturbed, Settings(pace_s=0.0)),
-    "rank killed": Story(rank_killed, Settings(PAIR, cluster=ALONE), "two"),
-    "preempted": Story(preempted, Settings(PAIR, cluster=REQUEUES, loader_workers=1), "two"),
-    "preempted, user signal": Story(preempted_with_user_signal, Settings(cluster=REQUEUES), thorough=True),
-    "preempted, CANCEL": Story(preempted_for_good, Settings(cluster=CANCELS)),
-    "preempted, no grace": Story(preempted_for_good, Settings(cluster=KILLS)),
-    "suspended": Story(suspended, Settings(PAIR, cluster=SUSPENDS), "two"),
-    "damaged checkpoint": Story(damaged_checkpoint, Settings()),
-    "requeue refused": Story(requeue_refused, Settings(cluster=NO_REQUEUE), thorough=True),
-    "job killed": Story(job_killed, Settings(), thorough=True),
-    "cancelled": Story(cancelled, Settings()),
-    "memory of one rank": Story(
+    "two": Scenario(undisturbed, Settings(PAIR, pace_s=0.0), "two"),
+    "one": Scenario(undisturbed, Settings(pace_s=0.0)),
+    "rank killed": Scenario(rank_killed, Settings(PAIR, cluster=ALONE), "two"),
+    "preempted": Scenario(preempted, Settings(PAIR, cluster=REQUEUES, loader_workers=1), "two"),
+    "preempted, user signal": Scenario(preempted_with_user_signal, Settings(cluster=REQUEUES), thorough=True),
+    "preempted, CANCEL": Scenario(preempted_for_good, Settings(cluster=CANCELS)),
+    "preempted, no grace": Scenario(preempted_for_good, Settings(cluster=KILLS)),
+    "suspended": Scenario(suspended, Settings(PAIR, cluster=SUSPENDS), "two"),
+    "damaged checkpoint": Scenario(damaged_checkpoint, Settings()),
+    "requeue refused": Scenario(requeue_refused, Settings(cluster=NO_REQUEUE), thorough=True),
+    "job killed": Scenario(job_killed, Settings(), thorough=True),
+    "cancelled": Scenario(cancelled, Settings()),
+    "memory of one rank": Scenario(
         memory_of_one_rank,
         Settings(Configuration(1, 2, 256), cluster={"memory_gb": 1.5}, spec=HUNGRY),
         reference="",
         disturbs=True,
     ),
-    "no accounting": Story(no_accounting, Settings(cluster=SITE_DECIDES), disturbs=True),
-    "preempted, JobRequeue=0": Story(
+    "no accounting": Scenario(no_accounting, Settings(cluster=SITE_DECIDES), disturbs=True),
+    "preempted, JobRequeue=0": Scenario(
         preempted_for_good, Settings(cluster={**REQUEUES, **SITE_DECIDES}), disturbs=True, thorough=True
     ),
-    "controller gone": Story(controller_gone, Settings(), disturbs=True),
+    "controller gone": Scenario(controller_gone, Settings(), disturbs=True),
 }
