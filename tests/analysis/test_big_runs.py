@@ -1,4 +1,4 @@
-"""Very many measurements, logged steps and events: memory, the report and its figures stay within bounds."""
+"""Runs with very many measurements, logged steps and events keep memory, report and figures within bounds."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from tula_hpc.records.run_directory import MAX_SAMPLED_BYTES
 from tula_hpc.status import __main__ as status
 
 MB = 1_000_000
-NARROW = "\u00a0"  # between a number and its unit on a page
-# pictures are of one size, whatever is in them, and so are most figures: these hold what there is most of
+# the space between a number and its unit on a page
+NARROW = "\u00a0"
+# pictures and most figures have the same size whatever they show; these show most
 FEWER = """
 from tula_hpc.analysis.figures import all as figures
 from tula_hpc.analysis.figures.drawing import Drawing
@@ -37,10 +38,10 @@ Drawing.png = lambda _: b''
 figures.node_scaling_of = lambda _: no_scaling("it is not looked at")
 figures.FIGURES = {name: figures.FIGURES[name] for name in ("training", "step_breakdown", "sensitivity")}
 """
-# as many as are of a size from which on samples are not held
+# enough measurements for the size from which on samples are not kept
 MANY = 2_500
-SOONER = "from tula_hpc.records import run_directory as runs; runs.MAX_SAMPLED_BYTES //= 4"
-# the command's own process tells its peak: that of a child as its parent sees it includes the parent
+EARLIER_LIMIT = "from tula_hpc.records import run_directory as runs; runs.MAX_SAMPLED_BYTES //= 4"
+# the command reports its own peak, because a child's peak as its parent sees it includes the parent
 PEAK = """
 import pathlib, runpy, sys
 sys.argv = sys.argv[1:]
@@ -54,13 +55,13 @@ print(int(line.split()[1]) * 1024, file=sys.stderr)
 
 
 def peak_mb(module: str, root: Path, before: str = "") -> float:
-    """Most memory of a command, as a process of its own, after what is to be done there before."""
+    """Return the peak memory of a command in a process of its own, after `before` was run there."""
     command = [sys.executable, "-c", f"{before}\n{PEAK}", f"tula_hpc.{module}", str(root)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return int(done.stderr.split()[-1]) / MB
 
 
-# at most so many steps, where how many are held does not matter: lines are read the sooner
+# keep fewer steps where their number does not matter, because the file is then read sooner
 HELD = 1_000
 
 
@@ -71,7 +72,7 @@ def few_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read_and_held_mb(file: Path) -> tuple[Metrics, float]:
-    """What is read, and most memory of Python's objects meanwhile."""
+    """Return what is read, and the peak memory of Python's objects meanwhile."""
     tracemalloc.start()
     try:
         return read_metrics(file), tracemalloc.get_traced_memory()[1] / MB
@@ -84,8 +85,10 @@ def test_a_plan_and_status_of_very_many_measurements_take_little_memory(tmp_path
     run = make_big_run(tmp_path / "run", measurements=MANY, of=configurations()[:1])
     assert (run.profile / "more.jsonl").stat().st_size > MAX_SAMPLED_BYTES / 4
 
-    assert peak_mb("status", run.root, SOONER) < 90  # a small run takes 71, this one with samples 105
-    assert peak_mb("analysis.plan", run.root, SOONER) < 140  # 116, and 156
+    # a small run takes 71 MB, this one with samples 105
+    assert peak_mb("status", run.root, EARLIER_LIMIT) < 90
+    # a small run takes 116 MB, this one with samples 156
+    assert peak_mb("analysis.plan", run.root, EARLIER_LIMIT) < 140
 
 
 def test_of_very_many_measurements_all_but_the_samples_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +101,7 @@ def test_of_very_many_measurements_all_but_the_samples_is_kept(tmp_path: Path, m
     }
     whole = row.model_copy(update=changes)
     append_record(run.profile / "z.jsonl", whole)
-    # a line that is damaged in its samples alone
+    # a line whose samples alone are damaged
     (run.profile / "y.jsonl").write_text(whole.model_dump_json().replace("0.1,0.3", "0.1,\0\0\0") + "\n")
     before = run.measurements()
     monkeypatch.setattr("tula_hpc.records.run_directory.MAX_SAMPLED_BYTES", 0)
@@ -125,7 +128,8 @@ def test_many_steps_are_read_in_little_memory_and_some_of_them_evenly_chosen(tmp
     assert max(np.diff(steps)) <= 64
     assert np.median(np.diff(steps)) <= 16
     assert min(np.diff(steps)) > 0
-    assert held_mb < 4  # of all records it would be 8
+    # with all records it would be 8
+    assert held_mb < 4
 
 
 def logged_line(step: int, **more: float) -> str:
@@ -149,11 +153,11 @@ def test_what_comes_at_equal_distances_is_neither_missed_nor_doubled(tmp_path: P
 def test_a_step_that_had_seen_absurdly_many_samples_leaves_the_others(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     lines = [logged_line(step) for step in range(1, 9 * HELD // 5)]
-    # where they become too many
+    # where the number of steps exceeds the limit,
     lines.insert(HELD, logged_line(HELD, samples_seen=10**14))
     file.write_text("".join(lines))
 
-    # half of those before, and of those behind it
+    # half of those before it and half of those after it are kept
     assert len(read_metrics(file).steps) > 3 * HELD / 4
 
 
@@ -231,8 +235,8 @@ def test_whether_gradients_were_scaled_is_told_of_all_steps(tmp_path: Path) -> N
 def test_the_report_of_a_big_run_is_small_and_says_what_it_leaves_out(tmp_path: Path) -> None:
     run = make_big_run(tmp_path / "run", measurements=MANY, steps=8_000, events=3_000)
 
-    # 164 of a small run, 197 of this one, and 228 with samples
-    assert peak_mb("analysis.report", run.root, f"{FEWER}\n{SOONER}") < 213
+    # a small run takes 164 MB, this one 197, and with samples 228
+    assert peak_mb("analysis.report", run.root, f"{FEWER}\n{EARLIER_LIMIT}") < 213
 
     page = (run.report / "report.html").read_text().replace(NARROW, " ")
     assert len(page) < 5 * MB
@@ -294,7 +298,7 @@ def test_more_records_than_are_held_are_one_clear_line(
 
 
 def test_records_that_need_too_much_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Empty lists in an event take thirty times their bytes."""
+    """Empty lists in an event take thirty times their bytes in memory."""
     run = make_run(tmp_path / "run")
     inside = ",".join(["[]"] * 200_000)
     line = f'{{"time":1.0,"event":"resumed","stage":"train","data":{{"lists":[{inside}]}}}}\n'

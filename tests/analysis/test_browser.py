@@ -1,6 +1,6 @@
-"""Reports in a real browser: no message of it, every figure there, and nothing wider than a phone, tablet or screen.
+"""Reports in a real browser: no logged message, every figure, and nothing wider than a phone, tablet or screen.
 
-Debian's chromium is found on PATH (`apt-get install chromium`); TULA_REQUIRE_BROWSER=1 fails where there is none.
+Debian's chromium is found on PATH (`apt-get install chromium`); TULA_REQUIRE_BROWSER=1 makes its absence a failure.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.processes
 WIDTHS = (360, 768, 1280)
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 PAGES = ("report.html", "runs.html")
-# The page that measures shows each report in a frame of each width, opens what is folded, and writes down what it sees.
+# A page that shows each report in a frame of each width, opens what is folded, and writes down what it finds.
 MEASURE = """<!DOCTYPE html><meta charset="utf-8"><link rel="icon" href="data:,"><body><script>
 const frames = [], found = [];
 for (const page of PAGES) for (const width of WIDTHS) {
@@ -72,15 +72,15 @@ def browser() -> str:
     return found
 
 
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    """The files of a folder, without a line for each request."""
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    """A server of a folder's files that logs no requests."""
 
     def log_message(self, *_: object) -> None:
         pass
 
 
-class Seen(NamedTuple):
-    """What the browser found, and what it said."""
+class BrowserOutput(NamedTuple):
+    """What the browser found, and the messages that it logged."""
 
     frames: list[dict[str, Any]]
     messages: list[str]
@@ -100,8 +100,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
-    """Frames of files may not look into one another; those of one server may."""
-    handler = functools.partial(Quiet, directory=str(folder))
+    """Files from one server may look into one another's frames; those opened from the disk may not."""
+    handler = functools.partial(QuietHandler, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -109,7 +109,7 @@ def address(folder: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def seen(address: str, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+def seen(address: str, tmp_path_factory: pytest.TempPathFactory) -> BrowserOutput:
     profile = tmp_path_factory.mktemp("profile")
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={profile}"]
     command = [browser(), *options, "--timeout=60000", "--virtual-time-budget=20000", "--dump-dom"]
@@ -119,30 +119,30 @@ def seen(address: str, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     match = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
     assert match, done.stderr[-2000:]
     messages = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    return Seen(json.loads(html.unescape(match[1])), messages)
+    return BrowserOutput(json.loads(html.unescape(match[1])), messages)
 
 
-def test_the_browser_has_nothing_to_say(seen: Seen) -> None:
+def test_the_browser_logs_no_message(seen: BrowserOutput) -> None:
     assert seen.messages == []
     assert {(frame["page"], frame["width"]) for frame in seen.frames} == {
         (page, width) for page in PAGES for width in WIDTHS
     }
 
 
-def test_no_page_is_wider_than_its_window(seen: Seen) -> None:
+def test_no_page_is_wider_than_its_window(seen: BrowserOutput) -> None:
     for frame in seen.frames:
         assert frame["wide"] == [], (frame["page"], frame["width"])
         assert frame["closed"] <= frame["width"], (frame["page"], frame["width"])
         assert frame["open"] <= frame["width"], (frame["page"], frame["width"])
 
 
-def test_nothing_is_cut_on_a_screen_and_no_figure_on_a_phone(seen: Seen) -> None:
+def test_nothing_is_cut_on_a_screen_and_no_figure_on_a_phone(seen: BrowserOutput) -> None:
     for frame in seen.frames:
         assert all(figure["width"] <= frame["width"] for figure in frame["figures"])
         assert frame["cut"] == [] or frame["width"] < 1280
 
 
-def test_every_figure_is_there_with_its_words_and_numbers(seen: Seen) -> None:
+def test_every_figure_is_there_with_its_words_and_numbers(seen: BrowserOutput) -> None:
     for frame in seen.frames:
         expected = len(FIGURES) if frame["page"] == "report.html" else 1
         assert len(frame["figures"]) == frame["tables"] == expected
@@ -153,7 +153,7 @@ def test_every_figure_is_there_with_its_words_and_numbers(seen: Seen) -> None:
             assert figure["described"]
 
 
-def test_text_is_large_enough_on_a_phone(seen: Seen) -> None:
+def test_text_is_large_enough_on_a_phone(seen: BrowserOutput) -> None:
     for frame in seen.frames:
         assert frame["size"] >= 16
         assert frame["text"] > 200

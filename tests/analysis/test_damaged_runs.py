@@ -1,4 +1,4 @@
-"""Every command on a run directory with a damaged file: it works or says what is wrong, never with a traceback."""
+"""Every command on a run directory with a damaged file works or says what is wrong, never with a traceback."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SMALL_STUDY: dict[str, Any] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def no_jobs_and_no_drawings() -> Iterator[None]:
-    """What is read counts here: figures have tests of their own, and a damaged run must not start anything."""
+    """Only reading is tested: figures have tests of their own, and a damaged run must not start anything."""
 
     def refuse(*_: object, **__: object) -> None:
         raise LaunchError("no jobs here")
@@ -57,7 +57,7 @@ def no_jobs_and_no_drawings() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Path, bytes]]:
-    """A sweep that is done, and a study that is done, with the inputs that they were made from; and all their files."""
+    """A finished sweep and a finished study with the inputs that they were made from, and the bytes of all files."""
     folder = tmp_path_factory.mktemp("damaged")
     make_runs(folder)
     return folder, {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -71,7 +71,7 @@ def folder(whole: tuple[Path, dict[Path, bytes]]) -> Iterator[Path]:
 
 
 def restore(folder: Path, files: dict[Path, bytes]) -> None:
-    """Commands write, too: all is put back, the plan last, as it is newer than what was measured."""
+    """Put back all files, since commands write, too; the plan last, because it is newer than the measurements."""
     for path in folder.rglob("*"):
         if path not in files and not path.is_dir():
             path.unlink()
@@ -122,14 +122,15 @@ STUDY_FILES = (
 
 
 class Case(NamedTuple):
-    """A command, the files that it reads, and the run directory."""
+    """A command, its run directory, and the files that it reads."""
 
     run: Command
     files: tuple[str, ...]
     where: str
 
 
-CODES = range(5)  # 3 and 4 are of `status`: nothing goes on, and not known
+# 3 and 4 are of `status`: nothing goes on, and unknown
+CODES = range(5)
 CASES = {name: Case(run, SWEEP_FILES, "run") for name, run in SWEEP_COMMANDS.items()}
 CASES["plan"] = CASES["plan"]._replace(files=PLAN_FILES)
 CASES |= {name: Case(run, STUDY_FILES, "study") for name, run in STUDY_COMMANDS.items()}
@@ -137,7 +138,7 @@ commands = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 
 
 def run_command(command: Command, at: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Run it; an exception fails the test."""
+    """Run the command; an exception fails the test."""
     capsys.readouterr()
     code = command(at)
     printed, errors = capsys.readouterr()
@@ -201,7 +202,7 @@ def test_a_file_in_the_place_of_a_folder_is_no_traceback(
 def test_a_file_that_may_not_be_read_is_named(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Root may read everything; so the kernel's answer is put in place of it."""
+    """Root may read everything, so the test replaces the kernel's answer."""
     from tula_hpc import files
 
     def refuse(path: str, flags: int) -> int:

@@ -1,4 +1,4 @@
-"""Drift: the detector's promises on noise, and the part that is named. Numbers only."""
+"""Drift: what the detector promises on noise, and which part is named; numbers only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EDGE_S = PREDICTION.high * MARGIN
 
 
 def noise(rng: random.Random, kind: str, sigma: float) -> Iterator[float]:
-    """Factors with median 1: lognormal, or lognormal with every tenth a pause of up to a hundredfold."""
+    """Yield factors with median 1: lognormal, or lognormal with one in ten a pause of up to a hundredfold."""
     while True:
         pause = rng.uniform(2, 100) if kind == "pauses" and rng.random() < 0.1 else 1.0
         yield pause * rng.lognormvariate(0.0, sigma)
@@ -64,7 +64,7 @@ def windows_between_false_alarms(share_beyond: float) -> float:
 
 @pytest.mark.parametrize("share", [0.5, 0.45])
 def test_false_alarms_are_as_rare_as_stated(share: float) -> None:
-    """Independent windows, so many of which lie beyond the edge; nothing else matters, as only the side counts."""
+    """The windows are independent, and this share of them lies beyond the edge; only the side of a window counts."""
     rng, runs = random.Random(1), 60
     times = []
     for _ in range(runs):
@@ -124,7 +124,7 @@ def watch(window_s: float) -> Watch:
 
 
 def test_a_window_is_the_mean_over_its_steps() -> None:
-    """Bursts of a loader may be longer than a look: of five looks one sees all the waiting."""
+    """A loader's bursts may be longer than a look, so that one look in five sees all of the waiting."""
     watched = watch(5.0)
     for look in range(500):
         steps, step_s, wait_s = (2, 0.6, 0.5) if look % 5 == 0 else (12, 0.1, 0.0)
@@ -180,8 +180,8 @@ def test_a_deviation_that_no_part_explains_is_said_to_be_unknown() -> None:
     assert attribute(StepParts(compute_time_s=9.0), StepParts(), 1.0) == "unknown"
 
 
-def test_a_processor_that_is_had_in_turns_is_named_though_its_link_seems_slow() -> None:
-    """Seen on a node with four busy neighbours: a step is hit harder than its parts by themselves."""
+def test_a_shared_processor_is_named_though_its_link_seems_slow() -> None:
+    """On a node with four busy neighbours, a step was slowed down more than its parts on their own."""
     then = StepParts(data_time_s=0.001, compute_time_s=0.008, allreduce_time_s=0.003)
     for compute_s, allreduce_s in ((0.020, 0.033), (0.041, 0.055), (0.020, 0.090)):
         now = StepParts(data_time_s=0.008, compute_time_s=compute_s, allreduce_time_s=allreduce_s)
@@ -189,7 +189,7 @@ def test_a_processor_that_is_had_in_turns_is_named_though_its_link_seems_slow() 
 
 
 def test_a_slow_link_is_named_though_the_processor_is_somewhat_slower_than_in_the_profile() -> None:
-    """The bare all-reduce of a slow link explains all of the deviation (1.08 to 1.09 of it in three trials)."""
+    """In three trials the bare all-reduce of a slow link explained 1.08 to 1.09 of the deviation."""
     then = StepParts(data_time_s=0.001, compute_time_s=0.008, allreduce_time_s=0.003)
     for compute_s in (0.008, 0.009, 0.013, 0.024):
         slow_link = StepParts(data_time_s=0.001, compute_time_s=compute_s, allreduce_time_s=0.161)

@@ -1,4 +1,4 @@
-"""Plans and searches at their edges: what is left when hardly anything is, and whether the advice then helps."""
+"""Plans and searches with hardly any data: what they still say, and whether their advice then helps."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def test_what_memory_leaves_is_planned_even_if_it_is_a_single_batch() -> None:
     plan = make_plan(spec, cluster(), [ok(1, 64), oom(1, 128)])
     assert [c.local_batch for c in plan.candidates if c.feasible] == [64]
     with pytest.raises(NotEnoughDataError, match=r"only local batch 64 was measured.* run the sweep again"):
-        make_plan(spec, cluster(), [ok(1, 64)])  # here running it again helps: 128 is proposed
+        # running it again helps here, because 128 is proposed
+        make_plan(spec, cluster(), [ok(1, 64)])
     assert propose(spec, cluster(), [ok(1, 64)])
 
 
@@ -67,7 +68,7 @@ def test_where_all_ran_out_of_memory_the_advice_is_not_to_run_it_again() -> None
 
 
 def replay(spec: SweepSpec, on: ClusterSpec, trusted_batch: int) -> list[Measurement]:
-    """The search in jobs that each measure what is proposed on one number of nodes, and end when memory does."""
+    """Search in jobs that each measure the proposals for one number of nodes and end when memory runs out."""
     rows: list[Measurement] = []
     while proposed := propose(spec, on, rows, trusted_batch=trusted_batch):
         for nodes, _, batch in [c for c in proposed if c.nodes == proposed[0].nodes]:
@@ -80,11 +81,12 @@ def replay(spec: SweepSpec, on: ClusterSpec, trusted_batch: int) -> list[Measure
 
 @pytest.mark.parametrize("mode", ["adaptive", "partial", "full"])
 def test_batches_far_beyond_memory_are_not_tried_one_after_another(mode: str) -> None:
-    """4 GiB hold 899 samples; without a look at what smaller batches used seven jobs were killed on the way down."""
+    """4 GiB hold 899 samples; before smaller batches were looked at, seven jobs were killed on the way down."""
     spec = sweep("knee", mode=mode, cluster_sizes=[1, 2, 4], min_batch=32, max_batch=65_536)
     rows = replay(spec, cluster(memory_gb=4.0), trusted_batch=256)
     assert sum(row.status == "oom" for row in rows) <= 1
-    assert max(row.local_batch for row in rows if row.status == "ok") == 512  # the largest that fits was measured
+    # the largest batch that fits
+    assert max(row.local_batch for row in rows if row.status == "ok") == 512
 
 
 def test_a_batch_that_may_fit_is_tried() -> None:
@@ -95,7 +97,7 @@ def test_a_batch_that_may_fit_is_tried() -> None:
 
 @pytest.fixture
 def begun(tmp_path: Path) -> RunDirectory:
-    """A run that has measured nothing yet."""
+    """A run without measurements."""
     run = RunDirectory(tmp_path / "run").create()
     run.sweep_file.write_text(RUN)
     run.cluster_file.write_text('name = "here"\n')
@@ -104,7 +106,7 @@ def begun(tmp_path: Path) -> RunDirectory:
 
 @pytest.fixture(scope="module")
 def searched() -> list[Measurement]:
-    """What an adaptive search for the knee measures until it wants nothing more."""
+    """Return what an adaptive search for the knee measures until it wants nothing more."""
     spec = sweep("knee", mode="adaptive", min_batch=32, max_batch=2048, cluster_sizes=[1, 2, 4, 8])
     rows: list[Measurement] = []
     while proposed := propose(spec, cluster(), rows):
@@ -124,7 +126,7 @@ def finished(begun: RunDirectory, searched: list[Measurement]) -> RunDirectory:
 def test_other_aims_of_a_finished_run_are_not_to_be_had_by_running_it_again(
     finished: RunDirectory, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same command would measure nothing more, and one with these values is refused for this run directory."""
+    """The same command would measure nothing more, and with other values it is refused for this run directory."""
     assert main([str(finished.root)]) == 0
     assert "not yet profiled" not in capsys.readouterr().out
     assert main([str(finished.root), *arguments]) == 0
@@ -158,7 +160,7 @@ def test_where_preemptions_leave_no_time_the_advice_is_about_them() -> None:
 
 
 def slowed(row: Measurement, factor: float) -> Measurement:
-    """The same with steps that take so many times as long, by a node that is ill for example."""
+    """Return the measurement with slower steps, as on a faulty node."""
     assert row.times is not None
     changes: dict[str, Any] = {"times": row.times.model_copy(update={"step_time_s": factor * row.times.step_time_s})}
     return row.model_copy(update=changes)
@@ -166,7 +168,7 @@ def slowed(row: Measurement, factor: float) -> Measurement:
 
 @pytest.mark.parametrize(("factor", "warned"), [(1.0, False), (1.2, False), (3.0, True), (0.3, True)])
 def test_a_measurement_that_all_others_contradict_is_named(factor: float, warned: bool) -> None:
-    """Without it the plan shows a step time as "measured" that is far from the measured one."""
+    """Without the warning, the plan would show a step time as measured that is far from the measured one."""
     rows = [slowed(row, factor) if row.configuration == (2, 1, 64) else row for row in grid()]
     plan = make_plan(sweep("time"), cluster(), rows)
     found = [text for text in plan.warnings if "far from the model that is fitted" in text]
@@ -177,7 +179,7 @@ def test_a_measurement_that_all_others_contradict_is_named(factor: float, warned
 def test_measurements_of_partitions_are_not_passed_off_as_those_of_others(
     tmp_path: Path, partitions: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without partitions those of both would be mixed: an average of two machines that nobody has."""
+    """Without partitions both would be mixed to an average of two machines that nobody has."""
     run = RunDirectory(tmp_path / "run").create()
     run.sweep_file.write_text(RUN)
     run.cluster_file.write_text(
@@ -211,7 +213,7 @@ def test_a_damaged_record_leaves_the_plan_to_the_others(damage: dict[str, object
 
 @pytest.mark.parametrize("kind", ["time", "cost"])
 def test_a_weight_of_a_hundred_decides_as_if_it_were_alone(kind: str) -> None:
-    """A power of times of weeks would exceed a float, one of a small cost would be zero for every candidate."""
+    """A power of times of weeks would exceed a float, and one of a small cost would be 0 for every candidate."""
     priced = cluster(pricing={"basis": "memory", "usd_per_gib_hour": 1e-6})
     alone = sweep(kind, {"epochs": 500}, cluster_sizes=[4])
     objective = ObjectiveSpec.model_validate({"kind": "weighted", f"{kind}_weight": 100.0})
@@ -220,7 +222,7 @@ def test_a_weight_of_a_hundred_decides_as_if_it_were_alone(kind: str) -> None:
 
 
 def test_where_the_bound_on_saves_loses_more_than_it_spares_the_plan_says_what_to_set() -> None:
-    """And what it says holds when it is done."""
+    """The advice must still hold after it is followed."""
     spot = cluster(pricing={"basis": "spot", "preemption_hours": 2.0, "checkpoint_write_s": 30.0})
     spec, rows = sweep("time"), [row.model_copy(update={"dataset_samples": 2_000_000}) for row in CORNERS]
     plan = make_plan(spec, spot, rows)
@@ -274,7 +276,7 @@ def test_of_equal_nodes_the_free_ones_are_taken_whichever_stand_first(objective:
 
 
 def test_at_the_knee_no_candidate_is_better_in_batch_time_and_cost() -> None:
-    """Sizes that are no powers of two have batches a hair apart: 11 · 128 and 23 · 64, on twice as many nodes."""
+    """Sizes that are no powers of two have batches very close together: 11 · 128 and 23 · 64, on twice the nodes."""
     spec = sweep("knee", mode="full", cluster_sizes=[8, 11, 16, 23], min_batch=128, max_batch=16384)
     rows = [_far_apart(c) for c in candidates(spec.search, 1)]
     plan = make_plan(spec, cluster(), rows)
@@ -285,14 +287,14 @@ def test_at_the_knee_no_candidate_is_better_in_batch_time_and_cost() -> None:
 
 
 def _far_apart(c: Configuration) -> Measurement:
-    """On a network whose latency every further node adds to."""
+    """Measure on a network whose latency grows with every node."""
     sync_s = 0.05 * (1 - 1 / c.nodes) + 0.01 * (c.nodes - 1)
     step_s = compute_time_s(c.local_batch) + sync_s
     return ok(c.nodes, c.local_batch, times=times(c.nodes, c.local_batch, step_time_s=step_s, allreduce_time_s=sync_s))
 
 
 def test_a_batch_that_one_worker_cannot_hold_in_parts_is_not_tried_on_several() -> None:
-    """One worker holds half of its batch at once: where that fails, half as large a batch fails on several workers."""
+    """One worker holds half of its batch at once; if that fails, half of that batch fails on several workers."""
     spec = sweep("time", mode="full", cluster_sizes=[1, 4], min_batch=64, max_batch=2048)
     rows = [*(ok(1, batch, parts=2) for batch in (64, 128, 256)), oom(1, 512)]
     left = propose(spec, cluster(), rows)

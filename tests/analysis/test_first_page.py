@@ -1,4 +1,4 @@
-"""First page of the report: sections without repetition, doubts by what to do, digits that are deserved."""
+"""First page of the report: sections without repetition, doubts by what to do, and only digits that are known."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tula_hpc.records import Doubt, Plan, Remedy, grouped
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    """Of real models: a larger batch on one node is faster and cheaper, and beyond the knee."""
+    """A plan in which a larger batch on one node is faster and cheaper, but beyond the knee."""
     spec = sweep("knee", cluster_sizes=[1, 2], min_batch=32, max_batch=4096)
     return make_plan(spec, cluster(), [ok(nodes, batch) for nodes in (1, 2) for batch in (32, 128, 512)])
 
@@ -179,7 +179,7 @@ def test_a_training_whose_plan_is_lost_has_its_score_on_the_first_page(tmp_path:
     assert "64.5 % test accuracy" in opening_text(contents)
     (training,) = contents.trainings
     assert training.result is not None
-    # as of a script without workload.metric
+    # a script without workload.metric has no score
     unscored = training._replace(result=training.result.model_copy(update={"test_accuracy": None}))
     assert " and reported no score." in opening_text(contents._replace(trainings=[unscored]))
     assert first_page(contents).sections[-1].sentences[0].startswith("Make the plan again: ")
@@ -208,7 +208,7 @@ def in_seconds(text: str) -> float:
 def test_durations_are_as_exact_as_their_interval_and_no_more(seconds: float, share: float) -> None:
     low, high = seconds * (1 - share), seconds * (1 + share)
     shown = duration_within(seconds, low, high)
-    # above a day whole hours are shown
+    # above a day only whole hours are shown
     half_unit_s = 1800.0 if seconds > SECONDS["d"] / 2 else 0.011 * seconds
     assert abs(in_seconds(shown) - seconds) <= 0.51 * seconds * share + half_unit_s
     assert len(shown) <= len(format_duration(seconds)) + 2
@@ -220,7 +220,7 @@ def test_durations_are_as_exact_as_their_interval_and_no_more(seconds: float, sh
         (152.0, 138.0, 168.0, "2 min 30 s"), (9.1, 6.4, 12.9, "9 s"), (0.217, 0.2, 0.24, "220 ms"),
         (7_990.0, 7_000.0, 9_000.0, "2 h 15 min"), (22.0, 16.0, 32.3, "22 s"), (5.0, 5.0, 5.0, "5.0 s"),
         (1_988_101.0, 1_986_113.0, 1_990_089.0, "23 d"),
-        # rounded to its half width, an end would move by as much
+        # if rounded to its half width, an end would move by as much
         (0.328, 0.328, 0.544, "330 ms"),
     ],
 )  # fmt: skip
@@ -233,8 +233,8 @@ def in_order(first: float, second: float) -> int:
 
 
 @given(st.floats(0.01, 1e7), st.floats(0.001, 3.0), st.floats(0.001, 0.9))
-def test_no_end_is_rounded_across_what_stands_beside_it(value: float, neighbour: float, share: float) -> None:
-    """It may seem equal to it, where the finest digits do not tell them apart."""
+def test_no_end_is_rounded_across_the_value_next_to_it(value: float, neighbour: float, share: float) -> None:
+    """It may seem equal to it if the finest digits do not distinguish the two."""
     low, high, taken = value * (1 - share), value * (1 + share), value * neighbour
     for end in (low, high):
         shown = in_seconds(duration_within(end, low, high, taken))

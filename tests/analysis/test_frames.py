@@ -1,4 +1,4 @@
-"""A run's records as DataFrames: every record a row, nested fields a column each, and files from them."""
+"""A run's records as DataFrames: one row a record, one column a nested field; and files from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of strong and weak scaling: over made-up models of the step, and over fitted ones."""
+"""Laws of strong and weak scaling, over made-up models of the step and over fitted ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROOMY = cluster(memory_gb=64.0)
 
 
 class Law:
-    """A model of the step that is known; drawn ones are as far off as `off` says, the same for all points."""
+    """A known model of the step; the drawn ones are off by the share `off`, the same at all points."""
 
     spread_ = 0.05
 
@@ -52,7 +52,7 @@ class Law:
         return np.ones((len(nodes), len(nodes))) + self.unseen * np.eye(len(nodes))
 
 
-# where it is about which rows there are
+# a cluster without a memory limit, for tests of which rows there are
 KNOWN = Law(lambda _, batch: 0.001 * batch)
 
 
@@ -109,7 +109,7 @@ def test_node_hours_are_nodes_times_the_whole_training(fitted: NodeScaling) -> N
     for curve in (fitted.strong, fitted.weak):
         for row in curve.rows:
             assert row.node_hours == pytest.approx(row.training_s.times(row.nodes / 3600))
-            # starts and checkpoints beside the steps
+            # starts and checkpoints in addition to the steps
             assert row.training_s.value > 5 * row.epoch_s.value
 
 
@@ -138,7 +138,7 @@ def test_steps_that_do_not_get_shorter_scale_not_at_all() -> None:
 
 
 def test_what_no_drawn_model_knows_widens_the_intervals() -> None:
-    """Departures of sizes that nobody measured are in the covariance alone."""
+    """Only the covariance has the departures of sizes that nobody measured."""
     unseen = scaled(Law(lambda _, batch: 0.001 * batch, unseen=2.0))
     for row in unseen.weak.rows[1:]:
         assert row.efficiency.high / row.efficiency.value == pytest.approx(np.exp(1.645 * 0.05 * 2.0))
@@ -172,7 +172,7 @@ def test_rows_go_to_four_times_the_largest_profiled_size_and_name_the_clusters()
     found = part_scaling(part_of(grid(), spec, where, KNOWN), spec, chosen(4, 256))
     assert [row.nodes for row in found.weak.rows] == [1, 2, 4, 8, 12, 16]
     assert found.max_nodes == 12
-    # 256 samples have no twelve equal shares
+    # 256 samples cannot be divided by twelve
     assert [row.nodes for row in found.strong.rows] == [1, 2, 4, 8, 16]
     assert found.strong.left_out == {"the batch has no equal shares": [12]}
 
@@ -239,7 +239,7 @@ def test_what_leaves_no_time_for_work_is_named(changes: dict[str, Any], why: str
 
 
 def test_sizes_whose_memory_nobody_can_know_are_left_out_with_the_reason() -> None:
-    # scattered, so that far beyond them nobody knows
+    # scattered measurements, so that nothing is known far beyond them
     reserved = {16: 0.97, 32: 1.05, 64: 0.97}
     rows = [
         measured(nodes, batch, memory=memory(batch, reserved_bytes=int(factor * peak_bytes(batch))))
@@ -348,7 +348,7 @@ def test_a_measured_epoch_takes_as_long_as_in_the_other_tables(tmp_path: Path) -
     contents = read_run(make_run(tmp_path / "run", stage="plan"))
     assert contents.plan is not None
     rows = []
-    # updates of AGS's scale, which the plan takes to be alike for all batches, differ between them
+    # updates of AGS's scale differ between batches, though the plan counts them alike
     for row in contents.ok:
         assert row.times is not None
         updated = row.times.model_copy(update={"update_time_s": 0.01 * row.local_batch})

@@ -92,7 +92,7 @@ def test_times_and_costs_follow_from_the_step_time(basis: str) -> None:
 
 
 def test_a_prediction_is_no_surer_than_what_was_measured() -> None:
-    """A model that follows every mean shows no scatter, however far each of them may be off."""
+    """A model that meets every mean shows no scatter, however far off each mean may be."""
 
     def planned(off: float) -> Plan:
         rows = []
@@ -115,7 +115,7 @@ def test_a_prediction_is_no_surer_than_what_was_measured() -> None:
         assert sure == pytest.approx(exact, rel=0.01)
         assert noisy[0] < 1.6**-0.8
         assert noisy[1] > 1.6**0.8
-        # what says nothing is not believed to say anything
+        # a measurement without information is not used
         assert unknown[1] < 2 * exact[1]
 
 
@@ -168,7 +168,7 @@ def test_the_limit_counts_the_whole_process_or_what_the_allocator_reserved() -> 
 def test_on_cpus_there_has_to_be_room_for_the_copy_that_a_checkpoint_is_written_from(
     device: str, workers: int, fits: bool
 ) -> None:
-    """80 MiB here, of one of a node's workers; on GPUs it is the host's memory, which no limit is about."""
+    """The copy is 80 MiB for one of a node's workers; on GPUs it is in host memory, for which there is no limit."""
     spec = sweep("time").model_copy(update={"training": TrainingSpec(method="lbt")})
     rows = [row.model_copy(update={"workers_per_node": workers}) for row in CORNERS]
     room = (peak_bytes(256) + 30 * MIB) / GIB / 0.9
@@ -298,7 +298,7 @@ def test_samples_that_full_batches_leave_out_become_a_warning() -> None:
 
 
 def test_batches_that_are_smaller_than_asked_for_are_more() -> None:
-    """As of a script that cuts them by their tokens."""
+    """Such a script cuts its batches by tokens, for example."""
     rows = [row.model_copy(update={"short_batch": True}) for row in CORNERS]
     smaller = [row.model_copy(update={"batch_share": 0.9}) for row in rows]
     usual, longer = (make_plan(sweep("time"), cluster(), each) for each in (rows, smaller))
@@ -353,7 +353,7 @@ def test_the_knee_is_that_of_the_fitted_curve() -> None:
     rows = [ok(4, 8), ok(4, 2048)]
     plan = make_plan(sweep(cluster_sizes=[4], max_batch=8192), cluster(), rows)
     assert plan.knee is not None
-    # 3 α/β of a step that takes 0.1 s and 0.25 ms for each sample of the global batch
+    # 3 α/β of a step of 0.1 s and 0.25 ms for each sample of the global batch
     assert plan.knee.global_batch == pytest.approx(1200, rel=0.1)
     assert plan.chosen.global_batch == 1024
     assert "the fastest feasible configuration with a batch up to B=1,2" in plan.reason
@@ -370,7 +370,7 @@ def test_larger_batches_are_not_said_to_pay_where_those_that_were_searched_do_no
     table = constrain(fitted.table, spec.objective)
     curves = knee_curves(fitted.parts, spec)
     assert "larger batches would still pay" in choose(spec.objective, table, curves).reason
-    # a measured step that is far below the curve
+    # a measured step far below the curve
     quick = np.where(table.global_batch == 64, 0.1, 1.0) * table.wall_time_s
     reason = choose(spec.objective, table._replace(wall_time_s=quick), curves).reason
     assert "it is the fastest feasible configuration that was searched. The search ended at " in reason
@@ -544,7 +544,7 @@ def test_a_plan_for_post_local_steps_says_that_it_counts_an_all_reduce_in_each()
 
 
 def test_of_equal_nodes_and_batches_the_fastest_then_the_cheapest_is_taken_without_a_knee() -> None:
-    """The partition that is named first has no advantage."""
+    """The partition that is named first must have no advantage."""
     prices = {"expensive": 10, "cheap": 1}
     parts = [{"partition": name, "pricing": {"usd_per_node_hour": price}} for name, price in prices.items()]
     rows = [ok(1, batch, partition=name) for name in prices for batch in (512, 1024)]
@@ -594,12 +594,12 @@ def test_what_a_batch_beyond_the_critical_one_costs_is_said() -> None:
     assert any(text.startswith("Critical batch: 100 samples") for text in sentences(plan))
     (costs,) = [text for text in sentences(plan) if f"learns less in {plan.epochs} epochs with this batch" in text]
     assert "; learning as much would take 25 epochs, about " in costs
-    # the job starts once, however much longer it trains
+    # the job starts once, however long it trains
     late = planned(rows=noisy(100.0), pricing={"restart_s": 3600.0})
     starts_s = 3600.0 - plan.chosen.wall_parts_s["starts"]
     times_s = {c.configuration: starts_s + (c.progress_time_s or 0.0) for c in plan.candidates}
     assert all(c.progress_time_s == pytest.approx(times_s[c.configuration]) for c in late.candidates)
-    # nor is a batch sooner because its epochs leave out samples
+    # a batch is not faster because its epochs leave out samples
     for c in plan.candidates:
         needs = (100.0 + c.global_batch) / (100.0 + sweep("time").training.base_batch)
         skipped = (SAMPLES / c.global_batch) / (SAMPLES // c.global_batch)
@@ -634,7 +634,7 @@ def test_the_time_to_the_same_progress_is_no_surer_than_the_noise() -> None:
         assert factors(exact, "progress_time_s") == pytest.approx(whole)
         low, high = factors(uncertain, "progress_time_s")
         assert low <= whole[0]
-        # only with the base's own batch as many samples are needed whatever the noise is
+        # only at the base's own batch does the number of samples not depend on the noise
         assert (high > whole[1] * (1 + 1e-9)) == (exact.global_batch != sweep().training.base_batch)
 
 
@@ -911,12 +911,13 @@ def test_a_reader_that_has_heard_enough_is_no_error(run: RunDirectory) -> None:
 def test_on_a_terminal_signs_and_remarks_are_whole(
     run: RunDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    # rich then writes as to a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", str(width))
     assert main([str(run.root), "--set", "pricing.usd_per_node_hour=123456"]) == 0
     lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
     table = lines[: next(place for place, line in enumerate(lines) if line.startswith("◆ Pareto"))]
-    # a command that is copied is one line
+    # a command that is to be copied is one line
     assert all(len(line) <= width for line in lines if " --run-dir " not in line)
     assert not [line for line in lines if "…" in line]
     apart = itertools.pairwise(lines)
@@ -1035,7 +1036,7 @@ def test_a_next_best_within_the_intervals_is_said_not_to_be_told_apart() -> None
     next_best = plan.runners_up[0]
 
     def doubts(ratio: float, starts_s: float = 0.0) -> list[str]:
-        """Of steps that are known to 10 %, and starts to which that says nothing."""
+        """Return the doubt about a next best whose steps are known to 10 %; the starts are equal for both."""
         mine = plan.chosen.train_time_s
         chosen, other = (
             candidate.model_copy(
@@ -1053,7 +1054,7 @@ def test_a_next_best_within_the_intervals_is_said_not_to_be_told_apart() -> None
     assert text.startswith(f"The next best, {next_best.configuration}, is predicted to be 2")
     assert "The predictions are too close to say which of the two takes less time" in text
     assert doubts(1.5) == []
-    # starts are alike for both, however long they are
+    # starts are equal for both, however long they are
     assert doubts(1.5, starts_s=100.0 * plan.chosen.train_time_s) == []
 
 

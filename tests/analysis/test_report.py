@@ -52,7 +52,7 @@ HOSTILE = "<script>alert('ü')</script></svg>&\"'"
 
 
 class Page(html.parser.HTMLParser):
-    """Parses a page strictly enough to notice unbalanced tags, and collects what matters."""
+    """A parser of pages that notices unbalanced tags and collects what the tests compare."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Page(html.parser.HTMLParser):
 
     @property
     def words(self) -> str:
-        """The text as a reader sees it, with plain spaces."""
+        """Return the text as a reader sees it, with plain spaces."""
         return re.sub(r"\s+", " ", "".join(self.text))
 
 
@@ -113,7 +113,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Written:
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> Written:
-    """Few figures, with their PNG and PDF files: each is drawn anew for either, which is most of a report's time."""
+    """A report with few figures and their PNG and PDF files: drawing each twice takes most of a report's time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tula_hpc.analysis.figures.all.FIGURES", {name: FIGURES[name] for name in DECIDING})
         return Written(tmp_path_factory.mktemp("printed") / "run")
@@ -121,20 +121,20 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> Written:
 
 @pytest.fixture
 def cost_figure(monkeypatch: pytest.MonkeyPatch, no_pages: None, no_figure: None) -> None:
-    """Where figures are not the point, but one of them needs a plan."""
+    """Draw the cost figure only, for tests that need one figure with a plan."""
     monkeypatch.setattr("tula_hpc.analysis.figures.all.FIGURES", {"cost": FIGURES["cost"]})
 
 
 @pytest.fixture
 def no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is about the files or the page."""
+    """Draw no figures, for tests of the files or the page."""
     monkeypatch.setattr("tula_hpc.analysis.figures.all.FIGURES", {})
     monkeypatch.setattr("tula_hpc.analysis.figures.all.node_scaling_of", lambda _: no_scaling("it is not looked at"))
 
 
 @pytest.fixture
 def no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the PDF file does not count either."""
+    """Write no PDF file either, where that does not matter."""
     monkeypatch.setattr("tula_hpc.analysis.figures.drawing.render_pdf", lambda *_: b"%PDF")
 
 
@@ -197,7 +197,7 @@ def test_many_warnings_do_not_push_what_decides_off_its_two_pages(tmp_path: Path
 
 
 def inline_svgs(page: str) -> list[str]:
-    """Of the figures, as they stand in the page."""
+    """Return the figures that are part of the page."""
     return re.findall(r"<svg\b.*?</svg>", page, re.DOTALL)
 
 
@@ -208,7 +208,8 @@ def test_every_svg_is_well_formed(finished: Written) -> None:
 
 def test_every_png_is_150_dpi(printed: Written) -> None:
     heads = [(printed.run.report / f"{name}.png").read_bytes()[:20] for name in DECIDING]
-    assert {(head[:4], head[16:]) for head in heads} == {(b"\x89PNG", (810).to_bytes(4, "big"))}  # 5.4 inches
+    # 5.4 inches
+    assert {(head[:4], head[16:]) for head in heads} == {(b"\x89PNG", (810).to_bytes(4, "big"))}
 
 
 def test_inline_svgs_share_no_ids_and_ask_for_nothing(finished: Written) -> None:
@@ -387,10 +388,10 @@ def test_summary_rows_are_the_chosen_one_and_its_neighbours(finished: Written) -
         assert known == (item.configuration in {item.configuration for item in measured if item.status == "ok"})
         assert item.train_time_s == pytest.approx(EPOCHS * item.epoch_time_s)
         assert row.result is None
-    # the model was fitted to what was measured
+    # the error is that of the fit, because the model was fitted to what was measured
     assert "against prediction" not in summary_table(rows).columns
     assert not rows[3].candidate.feasible
-    # as of a batch that holds more samples than there are
+    # a batch with more samples than there are
     none = rows[3]._replace(candidate=rows[3].candidate.model_copy(update={"train_time_s": 0.0}))
     assert summary_cells(none)[4:7] == ("–", "–", "–")
     assert "–" not in summary_cells(rows[3])[4:7]
@@ -406,7 +407,7 @@ def test_tables_tell_the_whole_time_by_which_the_plan_decides() -> None:
 
 
 def of_two_partitions(root: Path) -> RunDirectory:
-    """A plan that chose partition a; b is ten times as slow and as dear, and measured too."""
+    """Return a run whose plan chose partition a; b was measured, too, and is ten times as slow and as expensive."""
     run = make_run(root, stage="plan")
     text = run.cluster_file.read_text()
     for name, price in (("a", 1.0), ("b", 10.0)):
@@ -459,7 +460,8 @@ def test_candidates_of_several_partitions_say_which(tmp_path: Path) -> None:
 
 def test_profiling_on_several_partitions_is_priced_on_each(tmp_path: Path) -> None:
     contents = read_run(of_two_partitions(tmp_path / "run"))
-    assert dict(how_measured(contents))["cost of profiling"].endswith("4.40 USD")  # 4 nodes, 0.1 h, 1 + 10 USD
+    # 4 nodes, 0.1 h, 1 + 10 USD
+    assert dict(how_measured(contents))["cost of profiling"].endswith("4.40 USD")
 
 
 def test_nodes_differ_only_within_a_partition(tmp_path: Path) -> None:
@@ -542,7 +544,7 @@ def test_the_answer_says_that_the_prediction_is_held_against_the_median_epoch(fi
 
 
 def with_bill(root: Path, elapsed_s: float, within: float = 0.1) -> RunDirectory:
-    """A run whose plan told the parts of its time, and whose training took so long by accounting."""
+    """Return a run with parts in its plan and a training that took this long by accounting."""
     run = make_run(root)
     made = run.read_plan()
     steps_s = made.chosen.train_time_s
@@ -604,7 +606,7 @@ def test_damaged_accounting_leaves_the_rest_of_the_report(tmp_path: Path) -> Non
 
 
 def test_the_error_of_what_was_trained_is_the_trainings(finished: Written) -> None:
-    """Not that of the profile that the model was fitted to, with or without one."""
+    """The error is not that of the profile to which the model was fitted, whether there is a profile or not."""
     made, measured = finished.run.read_plan(), finished.run.measurements().records
     result = TrainResult.model_validate_json(finished.run.train().result_file.read_bytes())
     for rows in (measured, []):
@@ -633,7 +635,8 @@ def test_a_training_counts_only_on_the_partition_where_it_ran(
     run = of_two_partitions(tmp_path / "run")
     write_training(run)
     sweep = Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run)
-    for name in (None, "a", "b"):  # the plan chose a; records of old do not say
+    # the plan chose a; old records do not name a partition
+    for name in (None, "a", "b"):
         if name:
             run.log_event("submitted", "train", job_id="9", data={"label": "main", "partition": name})
         contents = read_run(run)
@@ -666,7 +669,8 @@ def test_a_training_that_blew_up_is_a_warning(
     lines = [json.loads(line) for line in files.metrics_file.read_text().splitlines()]
     lines = [line | {"train_loss": factor * line["train_loss"]} if "train_loss" in line else line for line in lines]
     files.metrics_file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    run.log_event("submitted", "train", job_id="9", data={"label": "main"})  # or more would be measured
+    # otherwise the command would measure more
+    run.log_event("submitted", "train", job_id="9", data={"label": "main"})
     carry_out(Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run), until)
     output = capsys.readouterr().out.splitlines()
     assert ["warning: the loss ended" in line for line in output[-5:]].count(True) == (words is not None)
@@ -733,11 +737,12 @@ def test_profiling_cost_is_that_of_the_jobs_where_they_left_notes(tmp_path: Path
             append_record(path.with_suffix(".notes"), JobNote.model_validate(fields))
     contents = read_run(run)
     text = dict(how_measured(contents))["cost of profiling"]
-    assert text == "3,600 node-seconds (1 node-hours), 2.80 USD"  # 0.8 hours at 1 USD, 0.2 at 10 USD
+    # 0.8 hours at 1 USD, 0.2 at 10 USD
+    assert text == "3,600 node-seconds (1 node-hours), 2.80 USD"
 
 
 def accounted(run: RunDirectory, *rows: tuple[str, str, bool, int, float]) -> None:
-    """A note of accounting on each of these profile jobs: on which partition, whether it is over, nodes and seconds."""
+    """Write accounting of these profile jobs: name, partition, whether it is over, nodes and seconds."""
     for job_id, partition, over, nodes, elapsed_s in rows:
         run.log_event("submitted", "profile", job_id=job_id, data={"partition": partition})
         fields = {"job_id": job_id, "stage": "profile", "state": "COMPLETED" if over else "RUNNING", "over": over}
@@ -758,7 +763,7 @@ def test_profiling_costs_what_accounting_says_where_it_has_every_job(tmp_path: P
     accounted(run, ("8", "b", True, 1, 120.0))
     text = dict(how_measured(read_run(run)))["cost of profiling"]
     expected = "3,600 node-seconds (1 node-hours) by Slurm's accounting (by the run's own records 2,880), 2.80 USD"
-    # 0.8 hours at 1 USD, 0.2 at 10 USD: both runs of the job that was requeued
+    # 0.8 hours at 1 USD, 0.2 at 10 USD, for both runs of the job that was requeued
     assert text == expected
     page = Page(write_report(run)[0].read_text()).words
     assert "Jobs by Slurm's accounting (3)" in page

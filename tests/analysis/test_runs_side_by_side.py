@@ -1,4 +1,4 @@
-"""Several runs on one page: decisions, predicted and actual, curves together, and clear refusals."""
+"""Several runs on one page: decisions, predicted and actual times, common curves, and clear refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tula_hpc.records import Interval, RunDirectory
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[RunDirectory]:
-    """A finished run, one that is only planned at another learning rate, and one that is only measured."""
+    """A finished run, one that is only planned with another learning rate, and one that is only measured."""
     root = tmp_path_factory.mktemp("runs")
     made = [
         make_run(root / "first"),

@@ -26,7 +26,7 @@ def scaling(tmp_path_factory: pytest.TempPathFactory) -> NodeScaling:
 
 @pytest.fixture
 def no_drawings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is about the tables."""
+    """Draw no figures, for tests of the tables."""
     monkeypatch.setattr("tula_hpc.analysis.figures.all.FIGURES", {"strong_scaling": FIGURES["strong_scaling"]})
     monkeypatch.setattr("tula_hpc.analysis.figures.drawing.render_pdf", lambda *_: b"%PDF")
 

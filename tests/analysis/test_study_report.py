@@ -1,4 +1,4 @@
-"""A study's report: from a run directory alone, at any stage, with every number that the figures show as CSV."""
+"""A study's report: made from its run directory alone, at any stage, with every number of its figures as CSV."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ def test_latex_marks_one_best_and_one_worst_a_batch(run: RunDirectory) -> None:
     assert text.count(r"\textbf{") == text.count(r"\underline{") == 3
     assert r"$^{1\times}$" in text
     body = [line for line in text.splitlines() if "&" in line and "multicolumn" not in line]
-    assert {line.count("&") for line in body} == {3}  # batches
+    # one column a batch
+    assert {line.count("&") for line in body} == {3}
     assert text.count("{") == text.count("}")
     underscored = {**SWEEP, "study": {"methods": ["lbt"], "batches": [256], "variants": {"a_b": {}}}}
     spec = SweepSpec.model_validate(underscored)
@@ -102,7 +103,8 @@ def test_latex_marks_one_best_and_one_worst_a_batch(run: RunDirectory) -> None:
 
 def test_columns_that_differ_in_delta_alone_are_one_ablation(run: RunDirectory) -> None:
     (group,) = delta_groups(read_study(run))
-    assert group == {0.1: "ags-d0.1", 0.5: "ags", 2.0: "ags-d2"}  # not lrs: another method; ags has the preset's
+    # not lrs, which is another method; ags has the threshold of the preset
+    assert group == {0.1: "ags-d0.1", 0.5: "ags", 2.0: "ags-d2"}
     assert {row["delta"] for row in rows(run, "study_delta.csv")} == {"0.1", "0.5", "2.0"}
 
 
@@ -158,7 +160,8 @@ def test_the_verdict_names_the_loss_the_best_and_what_came_back(run: RunDirector
     best = table.best(1024)
     assert best is not None
     assert best.column == "ags"
-    assert "lost 1" in last  # 15 points, by the formula
+    # 15 points by the formula
+    assert "lost 1" in last
     assert "Best is ags with" in last
     assert re.search(r"ags \d\d %", last)
     assert answer(table) == "ags is best, or within one standard deviation of the best, at 3 of 3 batches."
@@ -184,7 +187,7 @@ def test_cautions_tell_of_short_trainings_few_seeds_and_rates_at_the_edge(run: R
 
 @pytest.mark.parametrize(("level", "guessed"), [(0.139, True), (0.3, False)])
 def test_a_study_of_guesses_has_a_caution(tmp_path: Path, level: float, guessed: bool) -> None:
-    """Some method is ahead of the others there, too."""
+    """Even in a study of guesses some method is ahead of the others."""
     contents = read_study(make_study(tmp_path / "run", outcome=lambda cell: level if cell.column == "ags" else 0.1))
     messages = cautions(contents, make_table(contents.study, contents.outcomes))
     assert any("No training is clearly better than guessing" in doubt for doubt in messages) == guessed
@@ -219,7 +222,7 @@ def test_one_seed_has_no_deviation(tmp_path: Path) -> None:
 
 
 def test_a_column_that_never_scaled_is_said_to_have_done_nothing(run: RunDirectory) -> None:
-    """It equals lbt to the last digit, which must not pass for a finding."""
+    """The column equals lbt to the last digit, which must not pass for a finding."""
     contents = read_study(run)
     table, batch = make_table(contents.study, contents.outcomes), contents.study.batches[-1]
     idle = contents.metrics.copy()
@@ -235,12 +238,15 @@ def test_a_column_that_never_scaled_is_said_to_have_done_nothing(run: RunDirecto
     ("values", "idle"),
     [
         ({"scale_min": 1.0, "scale_max": 1.0, "scaled": 1.0, "scale_share": 1.0}, True),
-        ({"scale_min": 0.9999993, "scale_max": 1.0, "scaled": 1.0, "scale_share": 1.0}, True),  # by rounding
+        # rounding alone
+        ({"scale_min": 0.9999993, "scale_max": 1.0, "scaled": 1.0, "scale_share": 1.0}, True),
         ({"scale_min": 0.999, "scale_max": 1.0, "scaled": 1.0, "scale_share": 1.0}, False),
-        ({"scale_min": 1.0, "scale_max": 2.0, "scaled": 0.0, "scale_share": 0.0}, True),  # the gate let nothing through
+        # the gate let nothing through
+        ({"scale_min": 1.0, "scale_max": 2.0, "scaled": 0.0, "scale_share": 0.0}, True),
         ({"scale_min": 1.0, "scale_max": 2.0, "scaled": 0.0}, True),
         ({"scale_min": 1.0, "scale_max": 2.0, "scaled": 0.5, "scale_share": 0.1}, False),
-        ({}, False),  # of a method that scales none
+        # a method that scales no gradients
+        ({}, False),
     ],
 )
 def test_a_training_scaled_nothing_where_no_step_used_any_scale(values: dict[str, float], idle: bool) -> None:
@@ -261,7 +267,8 @@ def test_runs_that_failed_or_have_just_begun_cut_no_curve_short_and_raise_no_cau
         run.train(f"study/lbt-b128-s{seed}").result_file.unlink()
     contents = read_study(run)
     assert sorted(len(metrics.epochs) for metrics in contents.of("lbt", 128)) == [3, 20, 20]
-    for seed in (0, 2):  # under way, too: all that is left is how it began
+    # these are under way: only their beginning is left
+    for seed in (0, 2):
         contents.metrics[StudyCell("lbt", 128, seed)] = contents.metrics[StudyCell("lbt", 128, 1)]
     assert not any(
         "needs more epochs" in doubt for doubt in cautions(contents, make_table(contents.study, contents.outcomes))
@@ -301,7 +308,8 @@ def test_methods_and_batches_of_which_nothing_can_be_drawn_have_no_key_and_no_pa
 
 
 def test_the_table_frames_what_its_title_counts_and_explains_its_marks(tmp_path: Path) -> None:
-    reached = {"lbt": (0.6, 0.9, 0.6), "ags": (0.9, 0.6, 0.601), "lrs": (0.3, 0.3, 0.3)}  # ags is ahead by a hair
+    # ags is ahead by very little
+    reached = {"lbt": (0.6, 0.9, 0.6), "ags": (0.9, 0.6, 0.601), "lrs": (0.3, 0.3, 0.3)}
     tables = {**SWEEP, "study": {"methods": list(reached), "batches": [256], "small_batch": 128}}
 
     def outcome(cell: StudyCell) -> float:
@@ -327,7 +335,8 @@ def test_what_cells_of_the_table_say_stays_in_them(tmp_path: Path, count: int) -
     tables = {**SWEEP, "study": {"methods": ["lbt", "ags"], "batches": batches, **seeds}}
     run = make_study(tmp_path / "run", tables, lambda cell: [0.7, 0.5 + 0.01 * len(cell.column), None, 0.6][cell.seed])
     for batch in batches:
-        shutil.rmtree(run.train(f"study/ags-b{batch}-s3").root)  # is missing
+        # one training is missing
+        shutil.rmtree(run.train(f"study/ags-b{batch}-s3").root)
     contents = read_study(run)
     drawn = draw_study_table(contents, make_table(contents.study, contents.outcomes))
     assert isinstance(drawn, Drawing)
@@ -340,7 +349,8 @@ def test_what_cells_of_the_table_say_stays_in_them(tmp_path: Path, count: int) -
         boxes = [text.get_window_extent() for text in axes.texts if cell.get_bbox().contains(*text.get_position())]
         assert len(boxes) >= 3
         within = cell.get_window_extent()
-        assert Bbox.union([within, *boxes]).bounds == pytest.approx(within.bounds, abs=1.0)  # pixels
+        # pixels
+        assert Bbox.union([within, *boxes]).bounds == pytest.approx(within.bounds, abs=1.0)
         assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
 
 
@@ -405,7 +415,8 @@ def test_names_of_thresholds_do_not_run_into_one_another(tmp_path: Path) -> None
         drawn.figure.draw_without_rendering()
     boxes = [label.get_window_extent() for label in drawn.figure.axes[0].get_xticklabels()]
     assert len(boxes) >= 4
-    assert all(after.x0 - before.x1 > 3.0 for before, after in itertools.pairwise(boxes))  # pixels
+    # pixels between two names
+    assert all(after.x0 - before.x1 > 3.0 for before, after in itertools.pairwise(boxes))
 
 
 def test_batches_are_in_order_whatever_the_files_order(tmp_path: Path) -> None:
@@ -436,7 +447,7 @@ def test_the_scale_used_is_1_where_the_gate_left_the_gradient_alone() -> None:
 
 @pytest.mark.parametrize(("largest", "scale"), [(3.0, "linear"), (300.0, "log")])
 def test_factors_of_several_sizes_are_drawn_by_their_logarithms(tmp_path: Path, largest: float, scale: str) -> None:
-    """So that the areas of all methods are as large, and seen."""
+    """With a logarithmic axis the areas of all methods are equally large and can be seen."""
     contents = read_study(make_study(tmp_path / "run"))
     table = make_table(contents.study, contents.outcomes)
     factors = np.geomspace(1.5, largest, 50)
@@ -459,7 +470,7 @@ def test_a_density_has_an_area_of_1() -> None:
 
 
 def test_a_density_is_as_wide_as_its_values_and_their_bells_together() -> None:
-    """Scott's bandwidth is σ n^(−1/5): the variance of the density is σ² (1 + n^(−2/5))."""
+    """By Scott's bandwidth σ n^(−1/5), the variance of the density is σ² (1 + n^(−2/5))."""
     values = 2.0 + 0.3 * np.random.default_rng(0).standard_normal(200)
     at = np.linspace(-2, 6, 4001)
     variance = np.trapezoid(density(values, at) * (at - values.mean()) ** 2, at)

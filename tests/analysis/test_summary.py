@@ -1,4 +1,4 @@
-"""What a sweep prints at its end, and how tables keep to the width of a terminal."""
+"""What a sweep prints at its end, and how its tables fit the width of a terminal."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def test_columns_are_left_out_until_the_rest_can_be_read(
 def test_the_summary_fits_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    # rich then writes as to a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", str(width))
     run = make_run(tmp_path / "run")
     result = TrainResult.model_validate_json(run.train().result_file.read_bytes())
@@ -54,7 +55,7 @@ def test_the_summary_fits_the_terminal(
 
 
 def test_an_output_that_was_closed_is_told_to_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By itself rich ends the process with code 1, and says nothing."""
+    """By itself, rich would end the process silently with code 1."""
     run = make_run(tmp_path / "run")
     reading, writing = os.pipe()
     os.close(reading)
@@ -63,7 +64,7 @@ def test_an_output_that_was_closed_is_told_to_the_command(tmp_path: Path, monkey
         with pytest.raises(BrokenPipeError):
             print_summary(run.read_plan(), run.measurements().records, None)
         monkeypatch.undo()
-        # it would be written once more at its end
+        # otherwise it would be written again at the end of the process
         os.dup2(os.open(os.devnull, os.O_WRONLY), writing)
 
 

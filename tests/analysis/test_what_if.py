@@ -1,4 +1,4 @@
-"""The table of other prices, nodes, deadlines and objectives: each row is what a plan with that would choose."""
+"""The table of other prices, nodes, deadlines and objectives: each row is what a plan with them would choose."""
 
 from __future__ import annotations
 

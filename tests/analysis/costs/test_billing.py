@@ -25,19 +25,23 @@ def test_text_and_table_say_the_same() -> None:
     table = {"CPU": 1.0, "Mem": "0.25G", "GRES/gpu": 2}
     assert parse_weights(table) == parse_weights(CONF)
     assert parse_weights(CONF) == {"cpu": 1.0, "mem": 0.25 / 1024, "gres/gpu": 2.0}
-    assert parse_weights(parse_weights(CONF)) == parse_weights(CONF)  # as it is frozen
+    # the second call gets the parsed weights, as a frozen cluster file has them
+    assert parse_weights(parse_weights(CONF)) == parse_weights(CONF)
     assert parse_weights("") == parse_weights({}) == {}
 
 
 @pytest.mark.parametrize(
     ("text", "weight"),
     [
-        ("mem=.25", 0.25),  # slurm.conf(5): 8 GB are billed 2048 units
+        # slurm.conf(5): 8 GB are billed 2048 units here,
+        ("mem=.25", 0.25),
         ("mem=.25M", 0.25),
-        ("mem=.25G", 0.25 / 1024),  # and here 2 units
+        # and 2 units here
+        ("mem=.25G", 0.25 / 1024),
         ("mem=1t", 1 / 1024**2),
         ("mem=1P", 1 / 1024**3),
-        ("mem=1K", 1.0),  # below the base unit: Slurm leaves the weight as it is
+        # below the base unit: Slurm leaves the weight as it is
+        ("mem=1K", 1.0),
         ("cpu=2K", 2 / 1024),
         ("node=+1.5", 1.5),
         ("gres/gpu:a100=3e1", 30.0),

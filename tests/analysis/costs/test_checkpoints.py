@@ -32,7 +32,7 @@ def between(every_s: float, epoch_s: float, least_s: float) -> float:
 
 
 def saves_of(cadence: Cadence, epochs: int, steps: int, step_s: float, cost_s: float) -> int:
-    """How often a training saves, as `trainer` asks: after steps when due, and at ends of epochs when it may."""
+    """Count the saves of a training, which asks after each step and at the end of each epoch as `trainer` does."""
     saves = 0
     for _ in range(epochs):
         for step in range(steps):
@@ -97,7 +97,7 @@ def test_a_shorter_time_between_interruptions_saves_more_often() -> None:
     ("epoch_s", "between_s"), [(299.9, 299.9), (320, 288), (400, 800 / 3), (500, 250), (600, 300), (700, 280)]
 )
 def test_an_epoch_that_ends_soon_after_a_save_brings_none(epoch_s: float, between_s: float) -> None:
-    """A save may be due every 300 s of steps and costs 5 s: after less than 167 s the end of an epoch brings none."""
+    """A save is due after at most 300 s of steps and costs 5 s, so an epoch that ends 167 s later saves nothing."""
     found = with_epoch_ends_s(np.array([300.0]), np.array([float(epoch_s)]), least_interval_s(5.0))
     assert found == pytest.approx(between_s, rel=1e-3)
 
@@ -113,7 +113,7 @@ def test_the_less_is_saved_the_more_preemptions_repeat() -> None:
     assert times == sorted(times)
     spec = ClusterSpec.model_validate({"pricing": {"basis": "spot"}}).pricing
     between_s = spec.preemption_hours * 3600.0
-    # Daly's equation 20 with the whole work as one segment, and no save
+    # Daly's equation 20 with the whole work as one segment and no save
     once = between_s * np.exp(spec.start_s / between_s) * np.expm1(24 * 3600.0 / between_s)
     assert times[-1] == pytest.approx(once + spec.start_s, rel=1e-6)
 
@@ -127,7 +127,7 @@ def test_what_begins_anew_has_to_end_within_one_time_limit() -> None:
 
 @pytest.mark.parametrize(("minutes", "requeues"), [(65, np.inf), (70, 9.0), (140, 4.0), (210, 3.0), (700, 0.0)])
 def test_what_goes_on_from_ends_of_epochs_has_whole_ones_in_each_job(minutes: int, requeues: float) -> None:
-    """A start takes a minute, ten epochs 66 minutes and a save of 5 seconds each; 90 seconds are left at the end."""
+    """Jobs have whole epochs: a start takes 1 min, ten epochs 66 min, each save 5 s, and the last 90 s are left."""
     paid = paid_by_script(11.0, Resume.EPOCH, minutes, "node-hour")
     assert paid.requeues[0] == requeues
     in_last = 10 - requeues * ((minutes - 2.5) // 66)
@@ -170,7 +170,7 @@ def test_a_plan_tells_of_the_checkpoints_that_are_written(
     long_sweep = sweep("time").model_copy(update={"workload": spec.model_copy(update={"epochs": 1000})})
     long = " ".join(sentences(make_plan(long_sweep, cluster(pricing={"checkpoint_write_s": 5.0}), rows)))
     assert ("with a checkpoint every " in long) == (resume is Resume.CHECKPOINT)
-    # it is not known how often a script saves
+    # nobody knows how often a script saves
     assert ("as far as is known from the end of an epoch" in long) == (resume is Resume.EPOCH)
     assert ("while a checkpoint is written" in long) == (resume is Resume.CHECKPOINT)
 

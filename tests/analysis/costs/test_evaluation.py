@@ -50,7 +50,7 @@ def saved(cost_s: float, time: float = 1.0) -> Event:
 
 
 def timed(local_batch: int, forward_s: float, data_s: float = 0.0) -> Measurement:
-    """A profile that timed a forward pass; forward and backward take 0.6 s."""
+    """Return a profile with a timed forward pass; forward and backward together take 0.6 s."""
     parts = {"compute_time_s": 0.6, "data_time_s": data_s, "forward_time_s": forward_s}
     return ok(1, local_batch, times=times(1, local_batch, **parts))
 
@@ -163,7 +163,7 @@ def test_measured_evaluations_correct_all_predictions_alike(seconds: list[float]
 
 
 def evaluations(**trained: Any) -> dict[str, float]:
-    """All five of two workers with local batches of 64, on nodes of which the old ones take five times as long."""
+    """Return the five predictions for two workers and local batches of 64; nodes of `old` are five times as slow."""
     rows = [
         row.model_copy(update={"partition": name, "times": times(*row.configuration[::2], compute_time_s=compute_s)})
         for name, compute_s in (("old", 0.5), ("new", 0.1))
@@ -224,7 +224,7 @@ def test_a_scripts_time_between_epochs_is_as_profiles_saw_it() -> None:
     assert [predicted(n, 64, found) for n in (1, 2, 8)] == pytest.approx([11.0, 7.0, 4.0])
     assert "as its profiles measured" in found.describe()
     assert predicted(8, 64, of_rows(ok(1, 64, between_epochs_s=2.0), ok(4, 64), workload=SCRIPT)) == 2.0
-    # a training that took half as long
+    # a training whose pauses took half as long
     corrected = found.corrected([epoch(3.5, number=n) for n in (1, 2)])
     assert predicted(1, 64, corrected) == pytest.approx(5.5)
 
@@ -234,7 +234,7 @@ def test_where_nobody_saw_it_the_plan_says_so_until_the_training_has() -> None:
     assert (predicted(1, 64, unknown), "it is unknown" in unknown.describe()) == (0.0, True)
     known = unknown.corrected([epoch(seconds, number=n) for n, seconds in enumerate((1.0, 4.0, 4.0))])
     assert (predicted(4, 64, known), "3 epochs of its training" in known.describe()) == (4.0, True)
-    # as a plan takes it over for each kind of nodes
+    # the plan uses the same for each kind of nodes
     assert predicted(4, 64, unknown.corrected_as(known)) == 4.0
 
 
@@ -260,7 +260,7 @@ def test_an_event_that_says_nothing_of_the_cost_changes_nothing(cost_s: object) 
 
 
 def test_where_nothing_is_preempted_nothing_is_repeated_however_short_the_training() -> None:
-    """Work shorter than an interval is not charged for a whole checkpoint."""
+    """Work shorter than an interval must not be charged for a whole checkpoint."""
     prices = {"basis": "spot", "usd_per_node_hour": 1.0, "preemption_hours": 1e6, "checkpoint_write_s": 5.0}
     spec = sweep("time", workload={"epochs": 1})
     for candidate in make_plan(spec, cluster(pricing=prices), grid()).candidates:

@@ -22,7 +22,8 @@ from tula_hpc.errors import InputError
 from tula_hpc.formatting import FOREVER_S
 
 HOUR_S = 3600.0
-NO_STARTS: dict[str, Any] = {"restart_s": 0.0, "checkpoint_write_s": 0.0}  # training alone takes time
+# leaves training as the only thing that takes time
+NO_STARTS: dict[str, Any] = {"restart_s": 0.0, "checkpoint_write_s": 0.0}
 amounts = st.floats(0.1, 1e6)
 
 

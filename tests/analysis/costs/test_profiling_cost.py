@@ -1,4 +1,4 @@
-"""What profiling cost: laws of the account, and the sentence about it."""
+"""What profiling cost: laws of the sum, and the sentence about it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMES = st.lists(st.floats(0, 1e4), min_size=4, max_size=4).map(sorted)
 def notes_of_run(
     submitted: float, began: float, ready: float, ended: float, *, nodes: int = 1, job: str = "1", end: bool = True
 ) -> list[JobNote]:
-    """The notes of one run of a job."""
+    """Return the notes that a job leaves in one run."""
     words = [("began", began + 0.5), ("ready", ready), ("measuring", ready)] + ([("ended", ended)] if end else [])
     common = {"job_id": job, "allocated_nodes": nodes, "submitted_at": submitted, "began_at": began}
     return [JobNote.model_validate({"note": note, "time": at, **common}) for note, at in words]
@@ -42,7 +42,8 @@ def test_a_job_costs_no_more_than_its_limit_whatever_a_clock_says() -> None:
 
 def test_tasks_of_an_array_that_wait_for_each_other_are_in_no_queue() -> None:
     notes = [*notes_of_run(1000, 1010, 1020, 1100, job="5_0"), *notes_of_run(1000, 1105, 1110, 1200, job="5_1")]
-    assert only_waiting_s(job_runs(notes)) == 15.0  # before the first, and between the two
+    # the wait before the first task and the one between the two
+    assert only_waiting_s(job_runs(notes)) == 15.0
 
 
 def test_a_requeued_job_waits_from_the_end_of_its_first_run() -> None:

@@ -22,7 +22,7 @@ def best(write_s: float, between_s: float) -> float:
 
 @pytest.mark.parametrize(("between_min", "optimum_min"), [(24 * 60, 117), (6 * 60, 57), (15, 9.1)])
 def test_the_intervals_of_dalys_examples(between_min: float, optimum_min: float) -> None:
-    """Daly 2006, figures 3 to 5: a checkpoint takes 5 min."""
+    """In Daly 2006, figures 3 to 5, a checkpoint takes 5 min."""
     assert best(5 * MINUTE, between_min * MINUTE) / MINUTE == pytest.approx(
         optimum_min, abs=0.5 if optimum_min > 10 else 0.05
     )
@@ -43,7 +43,7 @@ def test_no_other_interval_is_much_better(write_s: float, between_h: float, rest
 def test_without_preemptions_only_checkpoints_are_lost(
     work_s: float, interval_s: float, write_s: float, restart_s: float
 ) -> None:
-    """Of work shorter than an interval as large a share of one as of longer work."""
+    """This also holds for work shorter than an interval, which pays the same share as longer work."""
     checkpoints_s = work_s / interval_s * write_s
     assert expected(work_s, interval_s, 1e12, write_s, restart_s) == pytest.approx(work_s + checkpoints_s, rel=1e-4)
 
@@ -56,7 +56,7 @@ def test_preemptions_cost_more_the_more_often_they_come_and_the_longer_the_work(
 
 
 def test_a_simulation_takes_as_long() -> None:
-    """Preemptions drawn at random: every one throws back to the last checkpoint, and restarting may fail as well."""
+    """A simulation draws preemptions at random; each returns to the last checkpoint, and restarts may fail as well."""
     work, interval, between, write, restart = 20_000.0, 500.0, 2_000.0, 20.0, 400.0
     random = np.random.default_rng(0)
     segments = round(work / interval)

@@ -1,4 +1,4 @@
-"""Intervals of a training's whole time and of its parts."""
+"""Intervals of a training's whole time, and of its parts."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def test_the_whole_is_less_sure_than_any_part_and_surer_than_all_together(
 
 def test_a_measurement_that_the_model_allows_has_the_models_prediction_in_its_interval() -> None:
     model, ends = np.full(3, 25.0), np.array([[20.0] * 3, [31.25] * 3])
-    # as predicted, a little outside, and far off: of the last the measurement alone counts
+    # as predicted, a little outside, and far outside, where only the measurement counts
     low, high = step_factors(np.array([25.0, 19.0, 100.0]), model, ends)
     assert low == pytest.approx([0.8, 0.8, 0.8])
     assert high == pytest.approx([1.25, 25.0 / 19.0, 1.25])
 
 
 def test_independent_parts_leave_the_whole_inside_nine_times_in_ten() -> None:
-    """Each part of a lognormal kind, with its own 90 % interval."""
+    """Each part is lognormal and has its own 90 % interval."""
     random = np.random.default_rng(0)
     parts_s = {"starts": 8.0, "steps": 10.0, "evaluation": 5.0}
     spreads = {"starts": 0.2, "steps": 0.1, "evaluation": 0.15}

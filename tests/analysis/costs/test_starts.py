@@ -1,4 +1,4 @@
-"""How long a job takes to its first step: measured, stated, or assumed; and what a training pays for it."""
+"""Time from a job's start to its first step: measured, stated or assumed; and what it adds to a training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tula_hpc.records import Plan
 
 
 def plan(start_s: float = 0.0, **pricing: Any) -> Plan:
-    """Of a run in which every fourth measurement was its job's first."""
+    """Return a plan in which every fourth measurement is the first one of its job."""
     rows = [row.model_copy(update={"start_s": start_s * (i % 4 == 0)}) for i, row in enumerate(grid())]
     return make_plan(sweep("time"), cluster(pricing=pricing), rows)
 

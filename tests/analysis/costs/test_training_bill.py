@@ -1,4 +1,4 @@
-"""What a training was to take and cost, against what it took and cost."""
+"""The predicted time and cost of a training, compared with the actual ones."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tula_hpc.records import Candidate, Configuration, EpochMetrics, Event, JobA
 
 WHERE = Configuration(2, 1, 64)
 PARTS_S = {"steps": 100.0, "evaluation": 20.0, "checkpoints": 2.0, "starts": 8.0, "ends": 1.5, "repeated": 0.0}
-# what it took
+# the actual training
 TIMED: dict[str, Any] = {"starts_s": 9.0, "evaluation_s": 21.0, "saving_s": 1.0, "train_time_s": 105.0}
 
 
 def promised(**changes: Any) -> Candidate:
-    """Every part may be a tenth off, and so may the whole; 2 USD for it all."""
+    """Return a candidate whose whole and whose parts may each be 10 % off; the whole costs 2 USD."""
     whole_s = sum(PARTS_S.values())
     fields: dict[str, Any] = {
         "wall_parts_s": PARTS_S,
@@ -73,7 +73,7 @@ def test_accounting_tells_the_whole_and_the_price_is_the_plans() -> None:
     assert bill.whole.verdict is PromiseVerdict.WITHIN
     assert billed(150.0).whole.verdict is billed(150.0).cost.verdict is PromiseVerdict.MORE
     assert billed(110.0).whole.verdict is billed(110.0).cost.verdict is PromiseVerdict.LESS
-    # of a node that failed Slurm may note a part
+    # Slurm may have accounted for only a part of a failed node's job
     assert billed(40.0).source is Source.NOTES
 
 
@@ -138,7 +138,7 @@ def test_the_first_run_of_a_requeued_job_that_begins_anew_has_failed() -> None:
     assert bill is not None
     assert bill.parts[TimePart.FAILED].actual == 60.0
     assert bill.parts[TimePart.ENDS].actual == pytest.approx(140.0 - 136.0)
-    # where accounting knows too little, nothing of it counts
+    # accounting that lacks a run is not used at all
     short = training_bill(promised(), result(restarts=1), [resumed], accounted(10.0, 40.0))
     assert short is not None
     assert TimePart.FAILED not in short.parts
@@ -161,7 +161,7 @@ def test_without_accounting_the_notes_tell() -> None:
     bill = training_bill(promised(), result(wall_time_s=317.0, restarts=1), events)
     assert bill is not None
     assert (bill.source, bill.runs) == (Source.NOTES, 2)
-    # from 10 to 60 and 200 to 327, and the starts and ends of both
+    # the runs from 10 to 60 and from 200 to 327, with their starts and ends
     assert bill.whole.actual == pytest.approx(50.0 + 127.0 + 9.0 * (1 + END_SHARE))
     assert bill.parts[TimePart.ENDS].actual is None
     sooner = training_bill(
@@ -246,7 +246,7 @@ def test_steps_off_the_plan_are_told_with_their_likely_cause(epoch_s: float, dri
         short = training._replace(result=result(train_time_s=10 * epoch_s, steps=20, global_batch=50_000))
         (words,) = steps_off(plan([chosen, chosen]), events, short)
         assert words.endswith("s; with only 20 steps in all, the slow first ones weigh heavily.")
-        # a median of three epochs is not the first one's
+        # the median of three epochs differs from the first one
         rows = [metrics.epochs[0].model_copy(update={"epoch": epoch}) for epoch in (1, 2, 3)]
         (words,) = steps_off(plan([chosen, chosen]), events, short._replace(metrics=Metrics([], rows, 0)))
         assert "first" not in words

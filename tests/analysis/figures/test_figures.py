@@ -63,13 +63,13 @@ CONFIGURATION_COLUMNS = ("nodes", "workers_per_node", "local_batch_samples")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunContents:
-    """A finished run; read only."""
+    """A finished run, which no test changes."""
     return read_run(make_run(tmp_path_factory.mktemp("figures") / "run"))
 
 
 @pytest.fixture(scope="module")
 def drawings(run: RunContents) -> dict[str, Drawing]:
-    """Every figure of the finished run; none is rendered here."""
+    """Every figure of the finished run, not rendered."""
     return {drawing.name: drawing for drawing in draw_all(run).drawings}
 
 
@@ -147,7 +147,7 @@ def test_a_plan_without_a_front_has_no_figure_of_it(run: RunContents) -> None:
 
 
 def priced(run: RunContents, usd: float, more: Iterable[Candidate] = ()) -> RunContents:
-    """The same run with so many dollars for each candidate, and more of them."""
+    """Return the same run with this price for each candidate, and with `more` candidates."""
     assert run.plan is not None
     free = [item.model_copy(update={"cost": usd, "interval_90": {}}) for item in run.plan.candidates]
     chosen = next(item for item in free if item.configuration == run.plan.chosen.configuration)
@@ -155,7 +155,7 @@ def priced(run: RunContents, usd: float, more: Iterable[Candidate] = ()) -> RunC
 
 
 def seen(drawing: Drawing) -> set[tuple[float, float]]:
-    """Points of lines and marks that lie within the panel."""
+    """Return the points of lines and marks that lie within the panel."""
     (left, right), (low, high) = drawing.figure.axes[0].get_xlim(), drawing.figure.axes[0].get_ylim()
     points = (point for line in lines_of(drawing) for point in zip(*line.get_data(), strict=True))
     return {(x, y) for x, y in points if left <= x <= right and low <= y <= high}
@@ -163,7 +163,7 @@ def seen(drawing: Drawing) -> set[tuple[float, float]]:
 
 @pytest.mark.parametrize("paid", [0, 2])
 def test_nodes_that_cost_nothing_are_drawn(run: RunContents, paid: int) -> None:
-    """All of them, or those of one partition beside another's, which are slower and dear."""
+    """Free are either all candidates, or those of one partition while another's are slower and cost something."""
     assert run.plan is not None
     changes = {"partition": "cloud", "pareto": False, "feasible": True, "interval_90": {}}
     slow = [item.model_copy(update={**changes, "cost": 3.0 + item.cost}) for item in run.plan.candidates[:paid]]
@@ -217,7 +217,7 @@ def test_without_a_knee_there_is_no_band_of_it(run: RunContents) -> None:
 
 
 def of_two_partitions(run: RunContents) -> RunContents:
-    """The same run as if it knew partitions b and a, of which its plan chose a; nothing was measured on either."""
+    """Return the run as if it knew partitions b and a, and its plan had chosen a; neither has measurements."""
     assert run.plan is not None
     named = [item.model_copy(update={"partition": "a"}) for item in run.plan.candidates]
     other = [item.model_copy(update={"partition": "b", "step_time_s": 9.0}) for item in run.plan.candidates]
@@ -249,7 +249,8 @@ def test_of_several_partitions_the_front_tells_each_and_other_figures_name_the_c
     shapes = [str(keys[name].get_marker()) for name in "ba"]
     assert len(set(shapes)) == 2
     drawn = [str(line.get_marker()) for line in axes.get_lines() if line.get_marker() in shapes]
-    assert sorted(drawn) == sorted(2 * len(run.cluster_sizes) * shapes)  # the feasible ones of each N and the others
+    # one line for the feasible batches of each N, one for the others
+    assert sorted(drawn) == sorted(2 * len(run.cluster_sizes) * shapes)
     assert any(text.get_text().endswith("on a") for text in axes.texts)
 
 
@@ -269,10 +270,11 @@ def test_measured_cost_is_measured_time_at_the_plans_price(run: RunContents, dra
 
 
 def with_start_up(item: Candidate) -> Candidate:
-    """The same with evaluation and starts that take as long, and cost as much, as the steps."""
+    """Return the candidate with evaluation and starts that take as long, and cost as much, as its steps."""
     steps_s, cost = item.train_time_s, 2 * item.cost
     parts = {"steps": steps_s, "evaluation": 0.2 * steps_s, "starts": 0.8 * steps_s}
-    ends = {"cost": (1.93 * item.cost, 2.08 * item.cost)}  # the steps' alone
+    # those of the steps alone
+    ends = {"cost": (1.93 * item.cost, 2.08 * item.cost)}
     changes = {"wall_time_s": 2 * steps_s, "wall_parts_s": parts, "cost": cost}
     return item.model_copy(update={**changes, "interval_90": item.interval_90 | ends})
 
@@ -290,7 +292,7 @@ def test_start_up_costs_the_same_however_long_steps_take(run: RunContents) -> No
 
 
 def costing(where: Configuration, cost: float, seconds: float) -> Candidate:
-    """A candidate of that cost and time, without intervals."""
+    """Return a candidate with this cost and time, without intervals."""
     changes = {"cost": cost, "train_time_s": seconds, "wall_time_s": seconds, "interval_90": {}}
     return candidate(where).model_copy(update=changes)
 
@@ -313,8 +315,8 @@ def test_the_cheapest_is_told_by_the_digits_that_are_shown(
     assert drawn(run._replace(plan=plan([chosen, other], chosen=chosen)), "cost").title.endswith(ending)
 
 
-def test_the_time_beside_a_cost_is_the_one_that_is_paid_for(run: RunContents) -> None:
-    """That of the whole run, as in the front's figure; with the steps alone the cheaper one would seem slower."""
+def test_a_cost_is_shown_with_the_time_that_is_paid_for(run: RunContents) -> None:
+    """It is the time of the whole run, as in the front's figure; by its steps alone the cheaper one seems slower."""
     chosen = costing(Configuration(1, 1, 64), 1.0, 2.0)
     other = costing(Configuration(1, 1, 32), 0.5, 3.0)
     made = plan([chosen.model_copy(update={"wall_time_s": 9.0}), other.model_copy(update={"wall_time_s": 5.0})])
@@ -340,7 +342,7 @@ def test_the_front_is_told_by_the_digits_that_are_shown(
 
 
 def test_times_to_the_same_progress_are_told_as_far_apart_as_they_are(run: RunContents) -> None:
-    """Rounded by their wide intervals, 12.9 s and 13.7 s would be 13 s and 15 s."""
+    """If they were rounded by their wide intervals, 12.9 s and 13.7 s would be shown as 13 s and 15 s."""
     made = []
     for batch, seconds, ends in ((32, 12.9, (7.4, 27.1)), (64, 13.7, (7.7, 29.4))):
         changes = {"progress_time_s": seconds, "interval_90": {"progress_time_s": ends, "wall_time_s": ends}}
@@ -376,7 +378,7 @@ def test_a_batch_within_the_margin_below_the_limit_does_not_fit(run: RunContents
 
 
 def in_parts(run: RunContents, *out: Configuration) -> RunContents:
-    """A single worker takes its batch in two parts: it holds what one of several does with half as many samples."""
+    """Return the run with a single worker that takes its batch in two parts, and so holds only half of it at once."""
     rows = []
     for where in configurations((1, 2), (32, 64, 128, 256)):
         parts = 2 if where.nodes == 1 else 1
@@ -407,8 +409,8 @@ def test_what_fits_is_told_of_a_single_worker_and_of_several_as_in_the_plan(run:
     assert {int(row["nodes"] or 2): int(row["local_batch_samples"]) for row in limits} == largest == {1: 128, 2: 64}
 
 
-def test_what_training_holds_beside_its_steps_counts_for_what_fits(run: RunContents) -> None:
-    """The copy that a checkpoint is written from, on CPUs."""
+def test_memory_that_training_holds_outside_its_steps_counts_for_what_fits(run: RunContents) -> None:
+    """On CPUs that is the copy from which a checkpoint is written."""
     measured = [measurement(where, memory=memory_use(where.local_batch)) for where in configurations((2, 4), (64, 512))]
     limited = cluster(memory_gb=(peak_bytes(256) + 20 * MIB) / 0.9 / 1024**3)
     spec = sweep("time", cluster_sizes=[2, 4], min_batch=64, max_batch=512)
@@ -444,7 +446,7 @@ def test_the_parts_of_a_step_sum_to_the_step(drawings: dict[str, Drawing]) -> No
 
 
 def profiled(where: Configuration, rest: float, optimizer: float = 0.01, allreduce_s: float = 0.1) -> Measurement:
-    """A profile of which the rest of a step, and the optimizer, are such shares."""
+    """Return a profile in which the rest of a step, the optimizer and the all-reduce have these shares."""
     times = {"data_time_s": 0.0, "compute_time_s": 1.0 - rest - optimizer, "optimizer_time_s": optimizer}
     whole = dict.fromkeys(("step_time_s", "step_time_low_s", "step_time_high_s"), 1.0)
     allreduce = {"allreduce_time_s": allreduce_s if where.world_size > 1 else 0.0}
@@ -469,17 +471,20 @@ ALONE, ALONE_64, PAIR = Configuration(1, 1, 32), Configuration(1, 1, 64), Config
             "Exchanging gradients takes 30.0 % of a step at N = 2, B = 64",
         ),
         (
-            [profiled(ALONE, 0.4), profiled(PAIR, 0.3, allreduce_s=0.3)],  # as much as where nothing is exchanged
+            # the rest is as large as without any exchange
+            [profiled(ALONE, 0.4), profiled(PAIR, 0.3, allreduce_s=0.3)],
             "Data, computing and optimizer do not explain 30.0 % of a step at N = 2, B = 64 "
             "(a bare all-reduce takes 30.0 %)",
         ),
         (
-            [profiled(ALONE, 0.1), profiled(PAIR, 0.68, allreduce_s=0.26)],  # which the exchange does not explain
+            # the exchange does not explain the rest
+            [profiled(ALONE, 0.1), profiled(PAIR, 0.68, allreduce_s=0.26)],
             "Data, computing and optimizer do not explain 68.0 % of a step at N = 2, B = 64 "
             "(a bare all-reduce takes 26.0 %)",
         ),
         (
-            [profiled(PAIR, 0.3, allreduce_s=0.0)],  # older records do not know it
+            # older records lack the time of the all-reduce
+            [profiled(PAIR, 0.3, allreduce_s=0.0)],
             "Data, computing and optimizer do not explain 30.0 % of a step at N = 2, B = 64",
         ),
     ],
@@ -510,14 +515,15 @@ def test_a_diamond_is_explained_where_there_is_one(run: RunContents) -> None:
 
 
 def ticks_below(figure: Figure) -> list[str]:
-    """Names of the x axis, which lie within the figure and clear of one another."""
+    """Return the names on the x axis; assert that they lie within the figure and clear of one another."""
     figure.draw_without_rendering()
     axes = figure.axes[-1]
     left, right = axes.get_xlim()
     ticks = sorted(axes.get_xticklabels(), key=lambda label: label.get_position()[0])
     ticks = [label for label in ticks if left <= label.get_position()[0] <= right]
     boxes = [label.get_window_extent() for label in ticks]
-    assert all(after.x0 - before.x1 > 3.0 for before, after in itertools.pairwise(boxes))  # pixels
+    # pixels between two names
+    assert all(after.x0 - before.x1 > 3.0 for before, after in itertools.pairwise(boxes))
     return [label.get_text() for label in ticks]
 
 
@@ -611,7 +617,7 @@ def test_a_training_that_changed_its_batch_is_not_compared(tmp_path: Path) -> No
 
 
 def test_a_training_without_losses_has_one_panel_with_room_for_its_marks(run: RunContents) -> None:
-    """As of a script that reports its accuracy alone."""
+    """A script that reports only its accuracy has no losses."""
     (training,) = run.trainings
     bare = {"test_loss": None, "train_loss": None}
     epochs = [row.model_copy(update=bare) for row in training.metrics.epochs]
@@ -665,7 +671,7 @@ def sensitivity_of(run: RunContents, **training: object) -> Drawing:
 
 
 def dashed(drawing: Drawing) -> int:
-    """How many lines lie across the whole panel of the sensitivity."""
+    """Count the lines that cross the whole panel of the sensitivity."""
     return sum(len(line.get_xdata()) == 2 for line in lines_of(drawing))
 
 
@@ -681,7 +687,7 @@ def test_sensitivity_tells_of_the_gate_that_the_training_had(run: RunContents, g
 
 @pytest.mark.parametrize(("share", "words"), [(0.0, "by 1 on"), (1.0, "by 1.84 on")])
 def test_sensitivity_tells_of_the_scale_that_was_applied(run: RunContents, share: float, words: str) -> None:
-    """Not of the one that was estimated."""
+    """The estimated scale, which the gate may not have let through, is not shown."""
     training = run.trainings[0]
     steps = [row.model_copy(update={"scale_share": share}) for row in training.metrics.steps]
     changed = training._replace(metrics=training.metrics._replace(steps=steps))
@@ -690,7 +696,7 @@ def test_sensitivity_tells_of_the_scale_that_was_applied(run: RunContents, share
 
 
 def test_no_step_is_called_scaled_before_the_first_estimate(run: RunContents) -> None:
-    """The gate lets steps use factors that are still 1."""
+    """Before the first estimate the gate lets steps pass whose factors are still 1."""
     training = run.trainings[0]
     ones = {"scale_mean": 1.0, "scale_min": 1.0, "scale_max": 1.0, "scaled": 1.0, "scale_share": 1.0}
     steps = [row.model_copy(update=ones) if row.epoch < 1 else row for row in training.metrics.steps]
@@ -729,7 +735,7 @@ def test_a_plan_without_measurements_is_drawn(run: RunContents) -> None:
 
 
 @pytest.mark.parametrize("name", list(FIGURES))
-def test_nothing_at_all_is_no_error(run: RunContents, name: str) -> None:
+def test_a_run_without_any_data_is_no_error(run: RunContents, name: str) -> None:
     empty = run._replace(measurements=[], plan=None, trainings=[], events=[])
     assert isinstance(FIGURES[name](empty), Missing)
 
@@ -741,7 +747,7 @@ def test_one_configuration_alone_is_drawn(run: RunContents) -> None:
 
 
 def visible(line: Any) -> bool:
-    """A line of one point is seen by its marker alone."""
+    """Return whether the line can be seen; a line of one point needs a marker."""
     shown = int(np.isfinite(np.asarray(line.get_ydata(), dtype=float)).sum())
     return shown > 1 or (shown == 1 and line.get_marker() not in ("", "None", None))
 
@@ -783,7 +789,7 @@ def test_the_pointer_of_a_label_crosses_no_other_line() -> None:
     axes = Figure().subplots()
     axes.set(xlim=(0, 1), ylim=(0, 1))
     across = [0.06, 0.32, 0.59, 0.85]
-    # the chosen point is the end of the lower one
+    # the chosen point is the end of the lower line
     heights = [[0.44, 0.35, 0.17, 0.14], [0.84, 0.59, 0.52, 0.32]]
     names = np.array([(x, y) for x in (0.88, 0.95) for y in (0.14, 0.32)])
     lines = [list(zip(across, line, strict=True)) for line in heights]
@@ -897,7 +903,8 @@ def test_names_at_the_ends_of_lines_stay_in_the_panel(height: float) -> None:
     panel = axes.get_window_extent()
     boxes = [text.get_window_extent() for text in axes.texts]
     assert all(panel.y0 <= box.y0 and box.y1 - box.height / 2 <= panel.y1 for box in boxes)
-    assert all(above.y0 >= below.y1 - 1.0 for below, above in itertools.pairwise(boxes))  # pixels
+    # pixels by which two names may overlap
+    assert all(above.y0 >= below.y1 - 1.0 for below, above in itertools.pairwise(boxes))
 
 
 @pytest.mark.parametrize("count", [3, 12, 16])

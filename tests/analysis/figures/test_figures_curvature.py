@@ -34,13 +34,13 @@ def rows(drawing: Drawing) -> list[dict[str, str]]:
 
 
 def with_metrics(contents: RunContents, **changes: object) -> RunContents:
-    """The run with other lines in its training's log."""
+    """Return the run with changed lines in its training's log."""
     training = contents.trainings[0]
     return contents._replace(trainings=[training._replace(metrics=training.metrics._replace(**changes))])  # type: ignore[arg-type]
 
 
 def with_batch(training: Training, batch: int, factor: float) -> Training:
-    """The same at another batch and another norm."""
+    """Return the training with another batch and norms multiplied by `factor`."""
     metrics = training.metrics
     steps = [row.model_copy(update={"gradient_norm": factor * (row.gradient_norm or 0)}) for row in metrics.steps]
     epochs = [row.model_copy(update={"global_batch": batch}) for row in metrics.epochs]
@@ -60,7 +60,8 @@ def test_each_batch_has_one_curve(run: RunContents) -> None:
         norms.setdefault(int(row["global_batch_samples"]), []).append(float(row["norm"]))
     assert list(norms) == [2, batch, 4 * batch]
     first = [row.gradient_norm for row in main.metrics.steps]
-    assert norms[4 * batch] == [2.0 * (norm or 0) for norm in first]  # of the first training with that batch
+    # of the first training with that batch
+    assert norms[4 * batch] == [2.0 * (norm or 0) for norm in first]
     assert f"at B = {4 * batch:,}" in drawing.title
 
 
@@ -79,7 +80,8 @@ def test_the_title_says_where_the_norm_went(run: RunContents, last: float, words
     ]
     drawing = drawn(with_metrics(run, steps=changed), "gradient_norm")
     assert words in drawing.title
-    assert "in the title are medians of the first and last tenth" in drawing.caption  # not by the line's ends
+    # not the ends of the line
+    assert "in the title are medians of the first and last tenth" in drawing.caption
 
 
 def test_a_curve_is_drawn_through_medians_of_all_its_parts() -> None:
@@ -117,7 +119,7 @@ def test_cuts_of_the_rate_are_marked_and_a_cosine_is_not(run: RunContents) -> No
     assert rate_drops(cosine) == []
 
 
-# what is not there
+# missing data
 
 
 OF_THE_LOG = ("training", "sensitivity", "variability", "gradient_norm")

@@ -25,7 +25,7 @@ QUANTITIES = ("step_time_s", "epoch_time_s", "training_time_s", "speed_up", "eff
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunContents:
-    """A planned run; read only."""
+    """A planned run, which no test changes."""
     return read_run(make_run(tmp_path_factory.mktemp("scaling") / "run", stage="plan"))
 
 
@@ -63,7 +63,7 @@ def test_marks_tell_what_each_row_rests_on(kind: str, run: RunContents, scaling:
         for row in curve.rows:
             mark = marks[row.nodes]
             assert mark.get_marker() == ("D" if row.basis == "extrapolated" else "o")
-            # nobody measured a whole training
+            # no whole training was measured
             filled = row.basis == "measured" and index < 3
             assert (mark.get_markerfacecolor() == COLOUR) == filled
         dashed = [line for line in lines if len(line.get_xdata()) == 2 and line.get_linestyle() == "--"]

@@ -1,4 +1,4 @@
-"""Waits, runs and interruptions of jobs, as events, notes of jobs and accounting tell them."""
+"""Waits, runs and interruptions of jobs, as told by events, notes of jobs and accounting."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def account(job_id: str, elapsed_s: float, stage: str = "train") -> JobAccount:
     return JobAccount.model_validate({**fields, "elapsed_s": elapsed_s})
 
 
-# job 1 profiles; job 2 trains, is preempted and goes on
+# job 1 profiles; job 2 trains, is preempted and continues
 EVENTS = [
     event(0.0, "submitted", "profile", "1"),
     event(40.0, "ended", "profile", "1"),
@@ -70,7 +70,7 @@ def test_without_accounting_a_run_begins_at_its_first_sign(base: RunContents) ->
 )
 def test_a_job_that_still_waits_has_a_bar(events: list[Event], row: str, since: float, base: RunContents) -> None:
     waiting = base._replace(events=events, accounts=[], seen_at=200.0)
-    # nothing tells how long where no command is at work
+    # without a command at work nothing tells how long the job has waited
     for contents, until in ((waiting, 200.0), (waiting._replace(seen_at=0.0), since)):
         assert stretches(contents)[-1] == Stretch(row, "2", "waiting", since, until)
         drawing = draw_timeline(contents)
@@ -97,7 +97,7 @@ def test_a_training_is_drawn_as_far_as_it_is_known(
 
 
 def test_a_run_began_when_its_end_says(base: RunContents) -> None:
-    """What the command notes of a job that was cancelled comes some seconds after it."""
+    """The command notes the end of a cancelled job some seconds late."""
     events = [
         event(50.0, "submitted", label="main"),
         event(66.0, "preempted", began_at=60.0),
@@ -119,7 +119,7 @@ def test_notes_of_profile_jobs_go_before_their_events(base: RunContents) -> None
 def test_the_figure_tells_of_waiting_and_interruptions(base: RunContents) -> None:
     drawing = draw_timeline(base)
     assert isinstance(drawing, Drawing)
-    # the profile job waits 10 s, the training 10 s and then 29 s; between the jobs nothing waits
+    # the profile job waits for 10 s, the training for 10 s and then 29 s; between the two jobs nothing waits
     assert drawing.title == (
         "4 min 10 s from the first job to the last, 49.0 s of it only waiting for nodes, 11.0 s without a job, "
         "1 interruption of the training"

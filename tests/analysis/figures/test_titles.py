@@ -1,4 +1,4 @@
-"""Titles of figures say no more than their data: each case here is one of which a title would lie."""
+"""Titles of figures claim no more than their data show: each case here would make a careless title false."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tula_hpc.records import Configuration, Interval
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunContents:
-    """A finished run; read only."""
+    """A finished run, which no test changes."""
     return read_run(make_run(tmp_path_factory.mktemp("titles") / "run"))
 
 
@@ -34,7 +34,7 @@ def title_of(contents: RunContents, name: str) -> str:
 
 
 def logged(contents: RunContents, field: str, values: Sequence[float]) -> RunContents:
-    """The run with these values in the log of its training, each for as many steps as any other."""
+    """Return the run with these values in its training's log, each for the same number of steps."""
     (training,) = contents.trainings
     steps = training.metrics.steps
     changed = [
@@ -53,7 +53,7 @@ def logged(contents: RunContents, field: str, values: Sequence[float]) -> RunCon
         ([1.0, 2.0, 3.0], "rose from 1 to 3"),
     ],
 )
-def test_what_began_and_ended_alike_has_not_stayed_there(run: RunContents, values: list[float], words: str) -> None:
+def test_values_with_equal_ends_are_not_called_constant(run: RunContents, values: list[float], words: str) -> None:
     assert title_of(logged(run, "gradient_norm", values), "gradient_norm") == f"The gradient's norm {words}"
     title = title_of(logged(run, "sensitivity", values), "variability")
     assert title.startswith(f"Gradient variability {words} while test accuracy")
@@ -61,7 +61,7 @@ def test_what_began_and_ended_alike_has_not_stayed_there(run: RunContents, value
 
 @pytest.mark.parametrize(("values", "words"), [([0.1, 1.9], "(0.1 to 1.9)"), ([1.02, 1.0], "average")])
 def test_a_mean_scale_stands_beside_its_range(run: RunContents, values: list[float], words: str) -> None:
-    """The mean of 0.1 and 1.9 is 1, which is what no scaling at all has."""
+    """The mean of 0.1 and 1.9 is 1, as without any scaling, so a mean alone would mislead."""
     contents = logged(logged(run, "scale_mean", values), "scale_share", [1.0])
     assert title_of(contents, "sensitivity").endswith(words)
 
@@ -101,7 +101,7 @@ def test_measurements_after_the_plan_are_told_from_those_that_it_was_fitted_to(r
     assert shown.count(False) == sum(BY_TIME[item.configuration] for item in run.ok)
 
 
-# whether it was measured after the plan
+# whether it was measured after the plan was made
 BY_TIME = {item: item.nodes == 4 for item in configurations()}
 
 
@@ -145,12 +145,12 @@ def reached_by(cell: StudyCell, reached: dict[str, Sequence[float | None]]) -> f
 @pytest.mark.parametrize(
     ("reached", "title"),
     [
-        # ahead by a hair, which seeds alone explain
+        # a lead so small that the seeds alone explain it
         (
             {"d0.1": (0.70, 0.74, 0.72), "d0.4": (0.71, 0.73, 0.719), "d2.0": (0.5, 0.5, 0.5)},
             "At B = 256, d0.1 with δ = 0.1 has the highest of 3 means; 1 other is within its standard deviation",
         ),
-        # the mean of what did not diverge
+        # the mean without diverged runs
         (
             {"d0.1": (0.99, None, None), "d0.4": (0.7, 0.7, 0.7), "d2.0": (0.5, 0.5, 0.5)},
             "At B = 256, d0.4 with δ = 0.4 has the highest of 3 means",

@@ -29,7 +29,7 @@ from tula_hpc.launch.job_specs import in_passes
 from tula_hpc.records import Candidate, Configuration, Measurement, Plan, RunDirectory, append_record
 from tula_hpc.stages.train import next_candidate
 
-# of a script whose pass of 64 samples fits, and no larger one
+# of a script whose largest pass that fits has 64 samples
 LIMIT = cluster(memory_gb=(FIXED_BYTES + 100 * BYTES_PER_SAMPLE) / GIB, memory_margin=0.0)
 
 
@@ -42,7 +42,7 @@ def sweep(*more: str, **search: Any) -> SweepSpec:
 
 
 def step_time_s(nodes: int, batch: int, passes: int) -> float:
-    # the optimizer steps once
+    # however many the passes, the optimizer steps once
     others_s = (passes - 1) * (compute_time_s(batch // passes) - 0.1 * COMPUTE_FIXED_S)
     return others_s + compute_time_s(batch // passes) + sync_time_s(nodes)
 
@@ -140,7 +140,7 @@ def test_a_search_ends_where_one_sample_is_too_many() -> None:
 
 
 def test_the_memory_model_says_what_fits_before_it_is_tried() -> None:
-    # two batches believe in one twice as large, four in all that fit
+    # two measured batches allow one twice as large, four allow every batch that fits
     assert largest_pass(sweep(*PLACEHOLDER), LIMIT, AT_ONCE[:2]) == 32
     assert largest_pass(sweep(*PLACEHOLDER), LIMIT, AT_ONCE) == 64
     assert largest_pass(sweep(*PLACEHOLDER), cluster(memory_gb=1000.0), AT_ONCE) is None

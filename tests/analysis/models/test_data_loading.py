@@ -1,4 +1,4 @@
-"""When the loader decides, and what would end it."""
+"""When a plan says that data loading decides, and what would end that."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def waiting(step_s: float, wait_s: float) -> StepTimes:
 
 
 def measured(wait_s: float, **changes: object) -> Measurement:
-    """A step of 0.04 s and so much waiting, of a worker with four cores."""
+    """Return a step of 0.04 s with this wait, by a worker with four cores."""
     used = {"loader_s": 0.01, "worker_s": 0.03, "cores": 4.0}
     return ok(1, 32, **{"times": waiting(0.04 + wait_s, wait_s), "processor": used} | changes)
 
@@ -42,7 +42,7 @@ def warnings_of(row: Measurement, loader_workers: int = 8) -> list[str]:
 def test_so_many_processes_deliver_as_fast_as_the_rest_of_a_step_takes(
     step_s: float, share: float, processes: int
 ) -> None:
-    """A loader that holds a step up takes as long for a batch as the step; more processes take as much less."""
+    """A loader that delays the step takes as long for a batch as the step does; more processes divide that time."""
     needed = processes_needed(waiting(step_s, share * step_s), processes)
     assert needed > processes
     assert step_s * processes / needed <= step_s * (1 - share) + 1e-9
@@ -58,7 +58,7 @@ def test_a_worker_that_loads_by_itself_needs_processes_for_what_it_waits() -> No
     [
         (0.04, {}, "; workload.loader_workers = 20 (now 8) would end the wait"),
         (0.04, {"processor": None}, "; workload.loader_workers = 20 (now 8) would end the wait"),
-        # which only waits for a file system, however long
+        # the processes only wait for a file system
         (0.36, {}, "; workload.loader_workers = 96 (now 8) would end the wait"),
         (
             0.04,
@@ -126,14 +126,14 @@ def test_waiting_that_comes_with_the_nodes_is_for_the_file_system() -> None:
     assert [w for w in plan.warnings if "the file system that all nodes share holds steps up: at N=4" in w]
     assert not [w for w in plan.warnings if "the data loader holds steps up" in w]
     assert plan.models["step_time"]["parameters"]["storage_s"] == pytest.approx(0.002, rel=0.05)
-    # nodes that are one machine share its cores, too
+    # workers on one machine share its cores, too
     emulated = [each.model_copy(update={"emulated": True}) for each in rows]
     plan = make_plan(sweep(workload={"epochs": 5, "data_dir": "/data"}), cluster(), emulated)
     assert not [w for w in plan.warnings if "the file system" in w]
 
 
 def test_one_configuration_that_was_disturbed_is_not_for_the_file_system() -> None:
-    """As seen: N=2 b=128 waited for 37 % of a step, N=2 b=256 for 8 %, from data in memory."""
+    """N=2 b=128 once waited for 37 % of a step, and N=2 b=256 for 8 %, though the data were in memory."""
 
     def row(nodes: int, batch: int, step_s: float, data_s: float) -> Measurement:
         parts = {"data_time_s": data_s, "compute_time_s": 0.8 * (step_s - data_s), "optimizer_time_s": 0.0}

@@ -1,4 +1,4 @@
-"""What a training needs beside its steps: memory, and time for updates of the scale."""
+"""What a training needs in addition to its steps: memory, and time for updates of the scale."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ BATCHES = (32, 128, 1024)
 
 def test_what_training_needs_on_top_of_a_profiled_step_counts_for_the_limit() -> None:
     copy = checkpoint_copy_bytes([memory(128)], [1])
-    limit_gb = ((peak_bytes(128) + copy) / 0.9 + 1) / 1024**3  # a step at 128 samples just fits
+    # a step of 128 samples just fits
+    limit_gb = ((peak_bytes(128) + copy) / 0.9 + 1) / 1024**3
     limited = cluster(memory_gb=limit_gb)
     training = [TrainingSpec.model_validate({"method": method, "preset": "paper"}) for method in ("lbt", "ags")]
     specs = [sweep("time").model_copy(update={"training": spec}) for spec in training]
@@ -30,7 +31,7 @@ def test_what_training_needs_on_top_of_a_profiled_step_counts_for_the_limit() ->
 
 @pytest.mark.parametrize("interval_epochs", [0.01, 0.5, 1.0, 3.0])
 def test_updates_of_the_scale_are_counted_as_training_takes_them(interval_epochs: float) -> None:
-    """Whole steps apart, so that there are never more of them than steps; none after the last."""
+    """Updates come whole steps apart, never more often than steps, and none comes after the last step."""
     training = TrainingSpec.model_validate({"preset": "paper", "update_interval_epochs": interval_epochs})
     spec = sweep("time").model_copy(update={"training": training})
     plans = [
@@ -48,7 +49,7 @@ def test_updates_of_the_scale_are_counted_as_training_takes_them(interval_epochs
 
 @pytest.mark.parametrize("training", [{}, {"method": "adascale"}, {"update_interval_epochs": 0.5}])
 def test_passes_of_a_lone_worker_that_wants_norms_for_free_take_time_and_memory(training: dict[str, object]) -> None:
-    """Where an update was timed there, since the model has BatchNorm."""
+    """An update was timed there because the model has BatchNorm."""
     spec = sweep("time").model_copy(update={"training": TrainingSpec.model_validate(training)})
     rows = [
         [*grid((2, 4)), *(ok(1, batch, times=times(1, batch, update_time_s=update_s)) for batch in (32, 64, 256, 1024))]

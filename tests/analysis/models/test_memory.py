@@ -129,7 +129,8 @@ def test_memory_that_ran_out_raises_the_line_above_the_limit() -> None:
     assert model.oom_local_batch_ == 512
     assert not model.oom_contradicts_
     assert model.max_batch(limit) < 512
-    assert model.max_batch(4 * limit) > 512  # a larger device may hold what a smaller one could not
+    # a larger device may hold what a smaller one could not
+    assert model.max_batch(4 * limit) > 512
 
 
 def test_memory_that_ran_out_for_another_reason_bounds_but_does_not_bend() -> None:
@@ -200,7 +201,8 @@ def test_what_the_allocator_reserves_is_told_apart(ratio: float, slack: int) -> 
     model = MemoryModel().fit(BATCHES, reserved, allocated_bytes=allocated)
     np.testing.assert_allclose(model.predict(BATCHES), reserved, rtol=0.01)
     assert np.all(model.predict([5, 77, 300]) % SEGMENT_BYTES == 0)
-    assert model.parameters_["bytes_per_sample"] == pytest.approx(7 * MIB, rel=1e-3)  # of what tensors hold
+    # of tensors alone, without what the allocator keeps
+    assert model.parameters_["bytes_per_sample"] == pytest.approx(7 * MIB, rel=1e-3)
     assert model.max_batch(float(model.predict(77))) >= 77
 
 
@@ -215,7 +217,8 @@ def row_bytes(batch: int) -> int:
 def test_a_summary_is_fitted_with_what_counting_tells() -> None:
     rows = [ok(nodes, batch) for nodes in (1, 2) for batch in (32, 64, 128)]
     model = fit_memory(summary(*rows, oom(1, 1024)), limit_bytes=2000 * MIB)
-    assert model.parameters_["static_bytes"] == 280 * MIB  # baseline, parameters, optimizer
+    # baseline, parameters and optimizer
+    assert model.parameters_["static_bytes"] == 280 * MIB
     assert model.predict(64, 1) == pytest.approx(ok(1, 64).memory.reserved_bytes, rel=0.01)  # type: ignore[union-attr]
     assert model.predict(1024, 1) > 2000 * MIB
 

@@ -1,4 +1,4 @@
-"""The gradient noise scale against problems whose G and Σ are known, and against published traces."""
+"""The gradient noise scale, compared with problems whose G and Σ are known, and with published traces."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Regression:
         self.trace = (FEATURES + 1) * distance**2 + NOISE**2 * FEATURES
 
     def gradients(self, draws: int, samples: int) -> Tensor:
-        """Per-sample gradients (draws, samples, p)."""
+        """Return per-sample gradients (draws, samples, p)."""
         x = torch.randn(draws, samples, FEATURES, generator=self.generator, dtype=torch.float64)
         residual = x @ self.offset - NOISE * torch.randn(draws, samples, generator=self.generator, dtype=torch.float64)
         found: Tensor = x * residual[..., None]
@@ -58,7 +58,8 @@ def test_both_estimates_are_unbiased(distance: float, nested: bool) -> None:
         (noise_trace(norms[0], norms[1], small, large), problem.trace),
     ):
         error = float(estimate.mean()) - truth
-        assert abs(error) < 4 * float(estimate.std()) / math.sqrt(draws)  # four standard errors
+        # four standard errors
+        assert abs(error) < 4 * float(estimate.std()) / math.sqrt(draws)
         assert float(estimate.std()) / math.sqrt(draws) < 0.05 * problem.trace
 
 
@@ -72,14 +73,14 @@ def test_expected_norms_give_back_what_they_came_from(square: float, trace: floa
 
 @given(st.floats(1e-3, 1e3), st.floats(1.01, 10))
 def test_the_scale_has_no_unit_of_the_loss(factor: float, ratio: float) -> None:
-    """A loss multiplied by c multiplies both |G|² and tr(Σ) by c²."""
+    """If the loss is multiplied by c, both |G|² and tr(Σ) are multiplied by c²."""
     plain, scaled = ((ratio * c, c) for c in (1.0, factor))
     scales = [noise_scale(gradient_square(*n, 1, 16), noise_trace(*n, 1, 16)) for n in (plain, scaled)]
     assert scales[0] == pytest.approx(scales[1], rel=1e-9, nan_ok=True)
 
 
 def follow(noise: NoiseScale, batches: Tensor, small: int = 4) -> None:
-    """Show pairs of batches, the small one a part of the large one; `batches` are (pairs, large, p)."""
+    """Pass pairs of batches (pairs, large, p) to `noise`; the small batch of a pair is a part of the large one."""
     for batch in batches:
         norms = [batch[:count].mean(0).square().sum() for count in (small, len(batch))]
         noise.observe(norms[0], norms[1], small, len(batch))
@@ -117,7 +118,8 @@ def test_state_goes_on_where_it_stopped() -> None:
     follow(whole, batches)
     follow(cut, batches[:10])
     resumed.load_state_dict(cut.state_dict(), torch.device("cpu"))
-    follow(cut, Regression(9.0).gradients(5, 32))  # what was saved must be a copy
+    # what was saved must be a copy, which this does not change
+    follow(cut, Regression(9.0).gradients(5, 32))
     follow(resumed, batches[10:])
     assert whole.read() == resumed.read()
 
@@ -184,7 +186,7 @@ def test_the_critical_batch_of_profiles_is_near_the_truth() -> None:
         low, high = found.interval_90
         inside += low <= truth <= high
     assert np.median(batches) == pytest.approx(truth, rel=0.15)
-    # at 90 %; of 30 seldom fewer or all
+    # of 30 intervals at 90 %, fewer than these or all 30 are rare
     assert 24 <= inside <= 30
 
 
@@ -225,7 +227,8 @@ def test_the_noise_scale_at_equal_progress_hardly_depends_on_the_batch(workload:
     assert np.median(traces.max(axis=0) / traces.min(axis=0)) < 1.5
     scales = traces / squares
     assert np.median(scales.max(axis=0) / scales.min(axis=0)) < 2.5
-    assert np.median(scales[:, -10:]) > 2 * np.median(scales[:, :10])  # it grows in training
+    # the noise scale grows during training
+    assert np.median(scales[:, -10:]) > 2 * np.median(scales[:, :10])
 
 
 def _trace(path: Path) -> tuple[Array, Array, Array]:

@@ -118,7 +118,8 @@ def test_a_step_grows_with_the_batch_and_is_never_negative(truth: Truth, form: F
     batches = np.geomspace(1.0, 2000.0, 500)
     for nodes in (1, 2, 3, 16):
         predicted = model.predict(nodes, batches)
-        assert np.all(np.diff(predicted) >= -0.02 * predicted[1:])  # a measured batch may depart from the law
+        # a measured batch may depart from the law
+        assert np.all(np.diff(predicted) >= -0.02 * predicted[1:])
         assert np.all(predicted > 0)
     assert min(model.parameters_.values()) >= 0
     assert model.parameters_["overlap_share"] <= 1
@@ -141,7 +142,7 @@ def test_the_ring_is_never_slower_than_the_parameter_server() -> None:
 
 
 def test_workers_of_one_node_are_told_from_workers_on_several() -> None:
-    """Within a node the collective is a tenth of what it is between nodes."""
+    """Within a node the collective takes a tenth of the time that it takes between nodes."""
     nodes, per_node, batch = (c.ravel() for c in np.meshgrid([1.0, 2.0, 4.0], [1.0, 2.0, 4.0], [8.0, 64.0, 512.0]))
     sync = np.where(nodes > 1, 0.2 * (1 - 1 / (nodes * per_node)), 0.0) + 0.02 * (1 - 1 / per_node)
     steps = 0.02 + 0.001 * batch + sync
@@ -181,7 +182,8 @@ def test_a_cluster_size_that_departs_from_the_law_is_followed_where_it_was_measu
     assert float(np.median(np.abs(model.predict(NODES, BATCH) / slow_switch - 1))) < 0.02
     assert model.departures_["nodes"]["4"] > 0.05
     low, high = (np.log(end) for end in model.interval([3.0, 4.0], [8.0, 8.0]))
-    assert (high - low)[0] > (high - low)[1]  # what such sizes do is less certain where none was measured
+    # a departure from the law is less certain at a size that was not measured
+    assert (high - low)[0] > (high - low)[1]
 
 
 def test_more_measurements_narrow_what_the_models_drawn_from_the_fit_say() -> None:
@@ -201,11 +203,13 @@ def test_covariance_says_which_points_are_unsure_together() -> None:
     model = StepTimeModel("ring", "gloo").fit(NODES[few], BATCH[few], Truth().step("ring", NODES[few], BATCH[few]))
     together = model.covariance([1, 3, 3, 5], [8, 8, 16, 8])
     assert np.all(np.linalg.eigvalsh(together) > -1e-9)
-    assert together[1, 1] > together[0, 0]  # 3 nodes were not measured
-    assert together[1, 2] > together[1, 3]  # and depart from the law together
+    # 3 nodes were not measured,
+    assert together[1, 1] > together[0, 0]
+    # and all batches depart from the law together there
+    assert together[1, 2] > together[1, 3]
 
 
-# a collective whose time grows with every worker has to be asked for, or seen at two sizes
+# a collective whose time grows with every worker is used only if asked for, or seen at two sizes
 @pytest.mark.parametrize("truth", ["ring", "double_tree", "reduce_scatter_all_gather"])
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_intervals_hold_what_every_form_says_while_one_cluster_size_tells_none(truth: str, backend: Backend) -> None:
@@ -337,7 +341,8 @@ def test_computation_that_was_timed_alone_tells_how_batches_depart_from_the_line
 
 
 def test_what_a_worker_alone_pays_for_taking_its_batch_in_parts_is_not_believed_of_several() -> None:
-    truth = Truth(fixed=0.03, sync=0.05, overlap=0.1)  # as is believed where nothing tells it
+    # these are the values that are assumed without data
+    truth = Truth(fixed=0.03, sync=0.05, overlap=0.1)
     steps = truth.step("ring", NODES, BATCH) + np.where(NODES == 1, truth.fixed, 0.0)
     cheap = (BATCH != 128) & ((NODES == 1) | ((NODES == 8) & (BATCH == 8)))
     whole = np.where(NODES > 1, truth.compute(BATCH), np.nan)[cheap]
@@ -380,10 +385,11 @@ def test_parts_measured_apart_replace_missing_cluster_sizes() -> None:
 def test_what_the_data_cannot_tell_is_pinned_and_named(nodes: list[int], batch: list[int], pinned: set[str]) -> None:
     steps = Truth().step("ring", np.array(nodes, dtype=float), np.array(batch, dtype=float))
     model = StepTimeModel("ring", "gloo").fit(nodes, batch, steps)
-    late = {"straggling"} if max(nodes) > 1 else set()  # no computation was timed apart
+    # no computation was timed separately
+    late = {"straggling"} if max(nodes) > 1 else set()
     assert set(model.pinned_) - {"overlap_share"} == (pinned | late) - {"overlap_share"}
     assert ("overlap_share" in model.pinned_) >= ("overlap_share" in pinned)
-    # between nodes, before one was measured, a network is believed in
+    # a network between nodes has assumed values until one is measured
     assert all(model.parameters_[name] == 0 for name in pinned - {"overlap_share", "sync_s"})
     np.testing.assert_allclose(model.predict(nodes, batch), steps, rtol=0.03)
 
@@ -457,7 +463,8 @@ def test_one_more_measurement_never_widens_the_intervals_by_much(seed: int, coun
         low, high = StepTimeModel("ring").fit(NODES[some], BATCH[some], noisy[some]).interval(NODES, BATCH)
         return np.asarray(np.log(high / low))
 
-    assert float(np.median(widths(count + 1) / widths(count))) < 1.3  # a surprise may widen them a little
+    # a surprise may widen them a little
+    assert float(np.median(widths(count + 1) / widths(count))) < 1.3
 
 
 def test_shapes_follow_the_arguments() -> None:
@@ -499,7 +506,7 @@ def test_mistakes_are_named() -> None:
 
 
 def test_a_small_model_on_a_cpu_cluster_is_predicted_from_its_corners() -> None:
-    """Seconds of a 4.3 M-parameter network over gloo and 1 Gbit/s, with the bare all-reduce measured apart."""
+    """The steps are of a network with 4.3 M parameters over gloo and 1 Gbit/s; the bare all-reduce was timed apart."""
     nodes, batch = np.repeat([1.0, 2.0, 4.0], 4), np.tile([8.0, 16.0, 32.0, 64.0], 3)
     alone = np.array([0.042, 0.052, 0.069, 0.126])
     steps = np.concatenate([alone, [0.186, 0.200, 0.216, 0.256], [0.274, 0.282, 0.304, 0.344]])
@@ -517,7 +524,7 @@ def test_a_small_model_on_a_cpu_cluster_is_predicted_from_its_corners() -> None:
 
 @pytest.fixture(scope="module")
 def scores() -> dict[str, list[dict[str, float]]]:
-    """Errors and coverage over six public workloads, by case; see the benchmark of that name."""
+    """Errors and coverage over six public workloads, by case; see the benchmark of the same name."""
     if not folder().is_dir():
         pytest.skip(f"no step-time traces in {folder()}; set TULA_SHARED_DATA to the folder that holds them")
     found: dict[str, list[dict[str, float]]] = {"full": [], "full, paper": [], "corners": [], "corners, paper": []}
@@ -547,7 +554,7 @@ def test_their_intervals_hold_about_as_often_as_they_say(scores: dict[str, list[
 
 
 def table(sizes: list[float], batches: list[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Nodes and batches of all pairs."""
+    """Return the nodes and batches of all pairs."""
     nodes, batch = np.meshgrid(sizes, batches)
     return nodes.ravel(), batch.ravel()
 
@@ -576,7 +583,7 @@ def test_a_network_that_was_not_measured_is_as_uncertain_as_networks_are(megabyt
     assert np.all(high > 3.0 * model.predict(1.0, 16.0, 8.0))
     drawn = model.samples([2.0, 8.0], 16.0, 8.0)
     assert np.all(np.quantile(drawn, 0.95, axis=0) > 2.0 * one_node[0])
-    # a measurement between nodes ends that
+    # a measurement between nodes makes it certain
     both = StepTimeModel().fit(
         np.append(nodes, 2.0), np.append(batch, 16.0), np.append(one_node, one_node[0] + 0.05), 8.0
     )
@@ -585,7 +592,7 @@ def test_a_network_that_was_not_measured_is_as_uncertain_as_networks_are(megabyt
 
 
 def broken_tables() -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Nodes, batch and seconds of tables that break fits."""
+    """Return nodes, batches and seconds of tables that once broke fits, by name."""
     nodes, batch = table([float(n) for n in range(1, 17)], [16.0, 32.0, 64.0, 128.0])
     law = Truth().step("ring", nodes, batch)
     random = np.random.default_rng(5)

@@ -29,7 +29,7 @@ def envelope(rows: list[Row], law: TrainTime) -> Envelope:
 
 
 def curve(times: Array, octaves: float = 7.0) -> Envelope:
-    """Batches from 32 on, in equal ratios."""
+    """Return an envelope over batches from 32 on, in equal ratios."""
     return Envelope(32 * 2.0 ** np.linspace(0, octaves, len(times)), times, round((len(times) - 1) / octaves))
 
 
@@ -41,7 +41,7 @@ BATCHES = 32 * 2.0 ** np.linspace(0, 7, 449)
 def test_a_doubling_saves_a_fifth_up_to_three_times_the_fixed_cost_over_that_of_a_sample(
     fixed: float, knee: float
 ) -> None:
-    """T = α/B + β, T(B) = 0.8 T(B/2) where B = 3 α/β."""
+    """For T = α/B + β, T(B) = 0.8 T(B/2) holds at B = 3 α/β."""
     times = fixed / BATCHES + 3 * fixed / knee
     found = float(doubling_knees(curve(times)))
     assert found == pytest.approx(knee if knee >= 64 else 32, rel=0.02)
@@ -52,7 +52,7 @@ def test_a_doubling_saves_a_fifth_up_to_three_times_the_fixed_cost_over_that_of_
 def test_kneedles_knee_of_a_hyperbola_is_the_geometric_mean_of_its_ends(
     fixed: float, share: float, octaves: int
 ) -> None:
-    """T = α/B + β has slope −1 on axes normalized to its ends exactly where B² = B_min · B_max."""
+    """On axes normalized to its ends, T = α/B + β has slope −1 exactly where B² = B_min · B_max."""
     batches = np.geomspace(32, 32 * 2**octaves, 3001)
     knee = float(kneedle_knees(Envelope(batches, fixed / batches + share * fixed / 4096, 1)))
     assert knee == pytest.approx(32 * 2 ** (octaves / 2), rel=0.01)
@@ -62,7 +62,7 @@ def test_kneedles_knee_of_a_hyperbola_is_the_geometric_mean_of_its_ends(
 @example([(4.0, 0.0078125), (4.0625, 0.003433), (4.96875, 0.00028934)], 8)
 @given(st.lists(st.tuples(st.floats(0.01, 10), st.floats(1e-5, 1e-2)), min_size=1, max_size=4), st.integers(3, 9))
 def test_it_is_the_knee_that_kneed_finds(steps: list[tuple[float, float]], octaves: int) -> None:
-    """Envelopes of several cluster sizes have several knees; ours is the one of theirs that bends most."""
+    """Envelopes of several cluster sizes have several knees; ours is the sharpest one that kneed finds."""
     from kneed import KneeLocator
 
     batches = np.geomspace(32, 32 * 2**octaves, 1001)
@@ -75,7 +75,7 @@ def test_it_is_the_knee_that_kneed_finds(steps: list[tuple[float, float]], octav
     along = (batches - batches[0]) / (batches[-1] - batches[0])
     bend = 1 - along - (times - times[-1]) / (times[0] - times[-1])
     of_mine, *of_theirs = (float(bend[np.searchsorted(batches, knee)]) for knee in (mine, *theirs))
-    # between two that bend nearly as much kneed may see no end of the first: its threshold is a step of the batches
+    # between two nearly equal knees, kneed may not see the end of the first: its threshold is a step of the batches
     assert max(of_theirs) == pytest.approx(of_mine, abs=1.5 / len(batches))
 
 
@@ -141,7 +141,7 @@ def test_each_kind_of_nodes_follows_its_own_law() -> None:
 
 
 def drawn(spread: float) -> TrainTime:
-    """Hyperbolas whose compute differs between draws."""
+    """Return hyperbolas whose computation differs between draws."""
     slopes = 0.002 * np.exp(spread * np.random.default_rng(0).standard_normal(200))
 
     def train_time_s(_: int, nodes: Array, workers: Array, batch: Array) -> Array:
@@ -182,7 +182,7 @@ def test_an_interval_that_ends_with_the_curve_says_so() -> None:
 @pytest.mark.parametrize("kind", ["knee", "kneedle"])
 @pytest.mark.parametrize("sync_s", [0.0, 0.05, 0.4])
 def test_the_interval_holds_the_knee_where_all_draws_lie_on_one_side_of_it(sync_s: float, kind: str) -> None:
-    """As where a coefficient is fitted at its bound: the drawn ones are clipped there."""
+    """This happens where a coefficient is fitted at its bound, at which the drawn ones are clipped."""
 
     def law(extra_s: Array) -> TrainTime:
         def train_time_s(_: int, nodes: Array, workers: Array, batch: Array) -> Array:
@@ -199,7 +199,8 @@ def test_the_interval_holds_the_knee_where_all_draws_lie_on_one_side_of_it(sync_
         assert knee.interval_90 is not None
         low, high = knee.interval_90
         assert 32 <= low <= knee.global_batch <= high <= 4 * 4096
-        assert low < high  # the drawn curves have a step between their points
+        # the drawn curves have a step between their points
+        assert low < high
 
 
 def test_curves_without_a_knee_are_counted() -> None:

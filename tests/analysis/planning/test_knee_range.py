@@ -1,4 +1,4 @@
-"""The knee belongs to the training: where the search happens to end does not move it."""
+"""The knee belongs to the training: it does not move with the end of the search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker may use of a GPU: the smaller of what is typed and measured, less what is in use already."""
+"""What a worker may use of a GPU: the smaller of stated and measured memory, less what is in use already."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BYTES = st.integers(MIB, 200 * GIB)
 
 
 def of_device(row: Measurement, **seen: int) -> Measurement:
-    """The measurement with what a profile sees of the device."""
+    """Return the measurement with what a profile sees of the device."""
     assert row.memory is not None
     return row.model_copy(update={"memory": row.memory.model_copy(update=seen)})
 
@@ -90,7 +90,7 @@ def test_the_search_asks_for_what_it_would_with_that_limit_typed() -> None:
 def test_a_batch_that_ran_short_of_memory_is_a_bound_and_a_warning(lack: dict[str, int], repeats: int) -> None:
     ran = [row for row in grid() if row.local_batch <= 256]
     rows = [of_device(row, **(lack if row.local_batch == 256 else {})) for row in ran]
-    # others of the same batch that did not
+    # with other repeats of the same batch that had enough
     rows += [of_device(row) for row in ran] * (repeats - 1)
     plan = make_plan(sweep("time"), cluster(device="cuda", device_memory_gb=64.0), rows)
     assert largest(plan) == 128
@@ -104,18 +104,18 @@ def test_a_batch_that_ran_short_of_memory_is_a_bound_and_a_warning(lack: dict[st
 
 
 def test_of_repeats_those_that_know_the_device_count() -> None:
-    """Others were measured by an earlier version."""
+    """The others were measured by an earlier version."""
     rows = [*grid(), *(of_device(row, total_bytes=2 * GIB, other_bytes=200 * MIB) for row in grid())]
     plan = make_plan(sweep("time"), cluster(device="cuda"), rows)
     assert plan.memory_limit_bytes == 2 * GIB - 200 * MIB
 
 
-# 10 % above what a batch of 1024 takes, and 10 % of margin
+# 10 % above the memory of a batch of 1024, and a margin of 10 %
 BARELY = cluster(memory_gb=1.25 * peak_bytes(1024) / GIB)
 
 
 def far_from_limit(batches: list[int], on: ClusterSpec) -> tuple[Plan, float]:
-    """The plan from one and two nodes with these batches, and the bytes that it allows."""
+    """Return the plan from these batches on one and two nodes, and the bytes that it allows."""
     rows = [ok(nodes, batch) for nodes in (1, 2) for batch in batches]
     spec = sweep("time", cluster_sizes=[1, 2], min_batch=32, max_batch=1024)
     assert on.memory_limit_bytes is not None
@@ -151,7 +151,7 @@ def test_what_is_left_out_for_its_unmeasured_memory_is_told() -> None:
 
 
 def test_the_search_spends_a_profile_on_the_memory_of_a_far_larger_batch_before_it_is_chosen() -> None:
-    """A single worker takes its batch in eight parts: what two workers hold at once it never held."""
+    """A single worker takes its batch in eight parts, so it never held what two workers hold at once."""
     spec = sweep("time", mode="adaptive", cluster_sizes=[1, 2], min_batch=32, max_batch=2048, max_profiles=4)
 
     def measured(nodes: int, batch: int) -> Measurement:

@@ -1,4 +1,4 @@
-"""What a plan says about its method: nothing where it acts as one expects, else what to do."""
+"""Warnings of a plan about its method: none where it acts as expected, otherwise with what to do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OWN: dict[str, Any] = {"model": "m:f", "dataset": "digits"}
         (False, "lbt", 1, 256, "--set training.method=ags"),
         (True, "lbt", 2, 256, "--set training.method=ags"),
         (True, "lbt", 1, 256, 'set training.method = "sqrt"'),
-        # nothing tells the factors, as a script's single worker has no other gradient than that of the whole batch
+        # the factors are unknown: a script's single worker has only the gradient of the whole batch
         (True, "ags", 1, 256, 'set training.method = "sqrt"'),
         (True, "adascale", 1, 256, "of a script on a single worker are not scaled"),
         (True, "ags", 1, 32, None),

@@ -30,7 +30,7 @@ def ranked(kind: str, rows: list[Row], law: TrainTime, **more: Any) -> tuple[lis
 
 
 def test_the_largest_batch_up_to_the_knee_is_chosen() -> None:
-    """Of a hyperbola α/B + β the knee is 3 α/β."""
+    """For a hyperbola α/B + β the knee is 3 α/β."""
     law = hyperbola(1.0, 0.01)
     ranking, choice = ranked("knee", rows_of(law, 1, POWERS), law)
     assert choice.knee is not None

@@ -33,7 +33,7 @@ def on(partition: str, nodes: int, local_batch: int, pace: float = 1.0) -> Measu
 
 
 def measured() -> list[Measurement]:
-    """The second partition is four times as fast and ten times as dear."""
+    """Return measurements in which the second partition is four times as fast and ten times as expensive."""
     slow = [on(SLOW, nodes, batch // nodes) for nodes in (1, 2, 4) for batch in (32, 128, 1024)]
     return slow + [on(FAST, nodes, batch // nodes, 0.25) for nodes in (1, 2) for batch in (32, 128, 1024)]
 

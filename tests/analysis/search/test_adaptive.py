@@ -50,7 +50,8 @@ def test_it_starts_at_the_cheap_corners() -> None:
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_on_a_clean_law_a_few_measurements_decide(objective: str) -> None:
     rows = run(AdaptiveSearch(POINTS, DecisionModel(objective), max_profiles=len(POINTS)))
-    flat = objective == "cost"  # many candidates cost the same within some percent: to tell them apart takes more
+    # many candidates cost nearly the same, so that it takes more measurements to distinguish them
+    flat = objective == "cost"
     assert len(rows) < len(POINTS) if flat else len(rows) <= len(POINTS) // 2
     assert len({row.configuration for row in rows}) == len(rows)
 
@@ -98,7 +99,7 @@ def test_a_plan_fits_its_measurements_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_it_looks_where_the_model_is_unsure_not_where_it_has_been() -> None:
-    """All of one cluster size is known: what is left to learn is elsewhere."""
+    """All batches of one cluster size are known, so there is more to learn at the others."""
     known = [measure(c, 0) for c in POINTS if c.nodes in (1, 8)]
     noisy = [row.model_copy(update={"finished_at": 0.0}) for row in known]
     proposed = AdaptiveSearch(POINTS, DecisionModel("cost"), max_profiles=99).propose(noisy)
@@ -106,7 +107,7 @@ def test_it_looks_where_the_model_is_unsure_not_where_it_has_been() -> None:
 
 
 def test_one_cluster_size_does_not_decide_between_sizes_whose_form_it_cannot_tell() -> None:
-    """Where all-reduces take what a parameter server's do, profiles on 1 and 8 nodes alone chose 23 % too slow."""
+    """If all-reduces take as long as by a parameter server, profiles on 1 and 8 nodes alone chose 23 % too slow."""
     spec = sweep("time", mode="adaptive", cluster_sizes=(1, 2, 4, 8), min_batch=64, max_batch=8192)
     rows: list[Measurement] = []
     while proposed := propose(spec, EIGHT_WORKERS, rows):

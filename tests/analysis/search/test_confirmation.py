@@ -1,4 +1,4 @@
-"""What a search commits a training to was measured itself, or the plan says in a sentence why it was not."""
+"""The configuration that a search chooses has been measured itself, or the plan says in a sentence why not."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ UNMEASURED = "was not measured itself"
 class World(NamedTuple):
     """Step times of a made-up cluster."""
 
-    # of the configurations that are slower than the law says
+    # configurations that are slower than the law says
     factor: float = 1.0
     is_slow: Callable[[Configuration], bool] = lambda _: False
     noise: float = 0.0
@@ -131,7 +131,7 @@ def test_a_rival_on_other_nodes_that_is_faster_than_the_law_says_is_found() -> N
     fast = World(0.4, lambda c: c == (2, 1, 1024))
     rows = searched(spec_of("cost"), fast)
     assert make_plan(spec_of("cost"), CLUSTER, rows).chosen.configuration == (2, 1, 1024)
-    # not where its profile would cost too much of the training
+    # unless its profile would cost too much of the training
     short = searched(spec_of("cost"), fast._replace(samples=SHORT))
     assert (2, 1, 1024) not in {row.configuration for row in short}
 
@@ -161,7 +161,7 @@ def test_a_choice_that_cannot_be_profiled_is_no_endless_search() -> None:
 
 
 def test_what_another_objective_would_choose_is_still_to_be_profiled() -> None:
-    """One sentence says so already."""
+    """One sentence already says that."""
     rows = searched(spec_of("cost"), World())[:-1]
     plan = make_plan(spec_of("time"), CLUSTER, rows)
     assert not plan.chosen.measured

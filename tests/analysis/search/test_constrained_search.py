@@ -1,7 +1,7 @@
-"""The adaptive search under constraints: it aims at what the plan will choose, which is then as after a full search.
+"""The adaptive search under constraints aims at what the plan will choose, so that it chooses as after a full search.
 
-On the law of `planning_data`, over 1 to 8 nodes and batches from 32 to 2048, without a constraint the fastest is N=8
-with B=2048 and the cheapest N=1 with B=2048.
+With the law of `planning_data`, 1 to 8 nodes and batches from 32 to 2048, the fastest candidate without a constraint is
+N=8 with B=2048, and the cheapest N=1 with B=2048.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def test_the_choice_is_that_of_a_full_search(kind: str, constraints: dict[str, f
 def test_it_looks_where_the_deadline_moves_the_choice() -> None:
     """The corners alone find the cheapest candidate; what a deadline leaves has to be measured.
 
-    The free choice was measured at a corner, but others cost 0.5 % more by the law, and that is less than a single
-    configuration may depart from it: some are looked at.
+    The free choice is one of the corners. Other candidates cost 0.5 % more by the law, which is less than a single
+    configuration may depart from it, so some of them are measured, too.
     """
     noise = 0.02
     late = constrained("cost", deadline_hours=0.04)
@@ -122,7 +122,7 @@ def test_nothing_is_lost_by_the_best_allowed_and_something_by_breaking_a_limit(d
 
 @pytest.mark.parametrize(("sizes", "largest"), [([1], 32), ([4], 63), ([1, 5], 32)])
 def test_a_largest_batch_that_leaves_one_local_batch_is_planned_from_it(sizes: list[int], largest: int) -> None:
-    """The search measures no other, and running it again would not."""
+    """The search measures no other local batch, and running it again would not either."""
     spec = sweep("time", cluster_sizes=sizes, min_batch=32, max_batch=1024, mode="adaptive")
     spec = spec.model_copy(update={"objective": spec.objective.model_copy(update={"max_global_batch": largest})})
     rows = searched(spec, CLUSTER, 0.0)
@@ -130,7 +130,7 @@ def test_a_largest_batch_that_leaves_one_local_batch_is_planned_from_it(sizes: l
 
 
 def test_a_limit_below_the_knee_leaves_the_allowed_choice_nearest_to_it() -> None:
-    """A limit that the choice keeps does not move it, and one that rules it out is said to."""
+    """A limit that the choice keeps does not move it; one that rules it out is named."""
     rows = everything(0.0)
     free = make_plan(constrained("knee"), CLUSTER, rows)
     most = free.chosen.global_batch

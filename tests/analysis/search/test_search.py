@@ -93,7 +93,8 @@ def test_every_search_ends_and_respects_what_it_saw(search: SearchSpec, workers:
         bound = min((row.local_batch for row in rows if row.status == "oom"), default=2**40)
         assert set(proposed) <= set(candidates(search, workers))
         assert all(configuration.local_batch < bound for configuration in proposed)
-        done = data.draw(st.integers(1, len(proposed)))  # a job may die before it has measured everything
+        # a job may die before it has measured everything
+        done = data.draw(st.integers(1, len(proposed)))
         for nodes, per_node, batch in proposed[:done]:
             rows.append(data.draw(outcome)(nodes, batch, workers_per_node=per_node))
     counts = Counter(row.configuration for row in rows)

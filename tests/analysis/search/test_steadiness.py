@@ -1,4 +1,4 @@
-"""Unsettled or drifting steps are said with what they change and what to do, or not at all."""
+"""Steps that are unsettled or drift are reported with what they change and what to do, or not at all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def planned(rows: list[Measurement], **search: Any) -> Plan:
 
 
 def with_step(where: Configuration, step: dict[str, float] | None = None, **changes: Any) -> list[Measurement]:
-    """All measurements, that of one configuration with these factors on its own step time."""
+    """Return all measurements, with these factors on the step time of one configuration."""
     nodes, _, batch = where
     seconds = times(nodes, batch).step_time_s
     fields = {f"{name}_s": factor * seconds for name, factor in (step or {}).items()}
@@ -53,7 +53,7 @@ def test_of_several_partitions_the_choice_is_said_to_be_that_of_one() -> None:
         for name, own in (("a", ROWS), ("b", with_step(CHOSEN, WIDE, **UNSETTLED)))
         for row in own
     ]
-    # b is as fast, and cheaper
+    # b is as fast as a, and cheaper
     parts = [{"partition": name, "pricing": {"usd_per_node_hour": price}} for name, price in (("a", 2.0), ("b", 1.0))]
     plan = make_plan(sweep("time", mode="full"), cluster(partitions=parts), rows)
     assert (plan.chosen.partition, plan.chosen.configuration) == ("b", CHOSEN)
@@ -65,11 +65,11 @@ def test_of_several_partitions_the_choice_is_said_to_be_that_of_one() -> None:
 @pytest.mark.parametrize(
     ("where", "step", "changes"),
     [
-        # however it came out, it would not be chosen
+        # it would not be chosen, however its steps settled
         (LAST, WIDE, UNSETTLED),
-        # however it came out, it would be
+        # it would be chosen, however its steps settled
         (CHOSEN, {"step_time_low": 0.995, "step_time_high": 1.005}, UNSETTLED),
-        # it had settled
+        # its steps had settled
         (NEXT, WIDE, {}),
     ],
 )
@@ -85,10 +85,10 @@ def test_the_limit_that_ended_the_measurement_is_the_one_to_raise() -> None:
     rows = with_step(NEXT, WIDE, **{**UNSETTLED, "steps": 197})
     assert "--set search.max_steps=800 and" in warnings_about(planned(rows), NEXT)[0]
     assert "--set search.max_seconds=40 and" in warnings_about(planned(rows, max_steps=500, max_seconds=10.0), NEXT)[0]
-    # without max_seconds it was a share of the training
+    # without max_seconds the limit is a share of the training
     short = with_step(NEXT, WIDE, **UNSETTLED, samples={"step": [0.7] * 5})
     assert "--set search.max_seconds=56 and" in warnings_about(planned(short), NEXT)[0]
-    # a script that ended early
+    # the script ended early
     short = with_step(NEXT, WIDE, **UNSETTLED, samples={"step": [0.1] * 5})
     assert (
         "The script ended before its steps had settled: with more samples, " in warnings_about(planned(short), NEXT)[0]
