@@ -1,4 +1,4 @@
-"""`python -m tula_hpc.attach`: what it prints of a script is a sweep file."""
+"""`python -m tula_hpc.attach` prints a sweep file for a script."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tula_hpc.init.__main__ import main as init
 
 
 def look(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command in a fork, as is the script's process."""
+    """Run the command in a fork, as the script's process runs."""
     return run_command(main, arguments, folder)
 
 
@@ -37,12 +37,12 @@ def test_what_is_printed_is_a_sweep_file_but_for_the_epochs(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     assert "it ended after 80 steps; running it again to measure fewer of them" in done.stderr
     assert "16 samples a forward pass, 1 forward pass a step" in done.stdout
-    # of the whole process, and its own
+    # one for the whole process, one for this rank
     held, own = re.findall(r"[\d.]+ [MG]iB", next(line for line in done.stdout.splitlines() if "memory " in line))
     assert held != own
     path = tmp_path / "mine.toml"
     path.write_text(done.stdout)
-    # those of the look are not those of the training
+    # these values of the look are not those of the training
     with pytest.raises(InputError, match="epochs: is required with a script"):
         load_sweep(path)
     sweep = load_sweep(path, ["workload.epochs=90"])
@@ -76,7 +76,7 @@ def test_a_file_of_init_gets_what_it_lacks(
     assert done.stdout.splitlines()[-1] == "train.toml: filled in arguments with --samples 640; it is complete."
     sweep, _ = load_together(tmp_path / "train.toml", tmp_path / "cluster.toml")
     assert sweep.workload.arguments[:2] == ("--samples", "640")
-    # no argument of the run carries the batch, as the file has it
+    # no argument of the run carries the batch, because it comes from the file
     done = look(tmp_path, "--into", "train.toml", "train.py", "--epochs", "500", "--lr", "0.01")
     assert done.stdout.splitlines()[-1] == "train.toml: filled in arguments with --lr 0.01; it is complete."
     sweep, _ = load_together(tmp_path / "train.toml", tmp_path / "cluster.toml")
@@ -320,14 +320,14 @@ def test_a_script_that_is_not_there(tmp_path: Path) -> None:
         (["--bs=8", "--epochs=2", "--max-steps=9"], 8, 1, ["--bs={local_batch}", "--epochs={epochs}", "--max-steps=9"]),
         (["-B", "8", "--total_batch=4096"], 8, 4, ["-B", "{local_batch}", "--total_batch={global_batch*128}"]),
         (["--total-batch-size", "4096"], 8, 4, ["--total-batch-size", "{global_batch*128}"]),
-        # a script that loads in its own way
+        # a script with its own way of loading
         (["--total_batch", "4096"], 0, 1, ["--total_batch", "4096"]),
         (["--batch", "16", "--batch-workers", "0"], 0, 1, ["--batch", "16", "--batch-workers", "0"]),
         (["--lr", "0.1"], 64, 1, ["--lr", "0.1"]),
         (["--bs=8", "--num-steps=99"], 8, 1, ["--bs={local_batch}", "--num-steps={steps}"]),
         (["--num-envs=8", "--num-steps=99"], 0, 1, ["--num-envs=8", "--num-steps=99"]),
         (["--total_timesteps", "9999", "--num_steps", "99"], 0, 1, ["--total_timesteps", "9999", "--num_steps", "99"]),
-        # which of the two it is nobody knows
+        # nobody knows which of the two it is
         (["--size", "64", "-n", "64"], 64, 1, ["--size", "64", "-n", "64"]),
     ],
 )
@@ -371,7 +371,7 @@ def test_options_of_click_are_known_while_its_command_runs() -> None:
 
 
 class Config:
-    """As OmegaConf's, which need not be installed."""
+    """A stand-in for OmegaConf's class, which need not be installed."""
 
     def __init__(self, values: dict[str, object]) -> None:
         self.values = values

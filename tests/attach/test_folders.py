@@ -1,4 +1,4 @@
-"""Checkpoints that frameworks write: whole or not used, and none left that nothing names."""
+"""Checkpoints that frameworks write are complete or not used, and none stays that nothing names."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Writer:
 
 
 def test_several_things_have_a_folder_each_in_one_checkpoint(tmp_path: Path) -> None:
-    """As two accelerators."""
+    """Two accelerators, for example, save separately."""
     writer = Writer(tmp_path / "checkpoints")
     second = FolderState("second", writer.write, writer.take, writer, batch=64)  # type: ignore[arg-type]
     kept = {"made": writer.state.state_dict(), "second": second.state_dict()}
@@ -72,7 +72,7 @@ def test_folders_are_private_and_go_with_their_checkpoints(tmp_path: Path) -> No
     folders = [writer.save(samples) for samples in (10, 20, 20, 30, 40)]
     assert folders[1] != folders[2]
     left = {path for path in writer.store.folder.iterdir() if path.is_dir()}
-    # two checkpoints are kept, and what the last save left over
+    # two checkpoints are kept, and what the last save left
     assert set(folders[-2:]) <= left < set(folders)
     assert all(path.stat().st_mode & 0o777 == 0o700 for path in left)
 

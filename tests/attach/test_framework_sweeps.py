@@ -1,4 +1,4 @@
-"""Scripts on frameworks, as they are: profiled, planned, trained and reported on this machine, through the command.
+"""Unchanged scripts on frameworks are profiled, planned, trained and reported on this machine, through the command.
 
 In a profile the first worker's script is started, so that it imports its framework as a user's does; other processes
 are forked.
@@ -42,7 +42,7 @@ CASES = {
 
 
 def arguments_for(script: str, folder: Path) -> list[str]:
-    """A sweep at one batch; the script without `tula` is a module of the working directory."""
+    """Return the command's arguments for a sweep at one batch; the script without `tula` is run as a module."""
     case, sweep = CASES[script], folder / "mine.toml"
     given = ["--batch-size", "{local_batch}", "--epochs", "{epochs}", "--samples", str(SAMPLES), *case.arguments]
     program = f'script = "{SCRIPTS / script}"'
@@ -73,7 +73,8 @@ log_interval_steps = 1
     return [str(sweep), "--run-dir", str(folder / "run")]
 
 
-VARIED = "on_accelerate.py"  # accelerate is in the Trainer, and its trainings are in test_frameworks.py
+# accelerate is also part of the Trainer, and its trainings are tested in test_frameworks.py
+VARIED = "on_accelerate.py"
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ VARIED = "on_accelerate.py"  # accelerate is in the Trainer, and its trainings a
 def test_a_script_is_profiled_planned_trained_and_reported(
     tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One report is looked at."""
+    """Only one script's report is checked."""
     monkeypatch.chdir(tmp_path)
     until = "report" if script == "on_timm.py" else "train"
     arguments = arguments_for(script, tmp_path)
@@ -108,5 +109,5 @@ def test_a_script_is_profiled_planned_trained_and_reported(
     assert len(scales) > STEPS // 2 if case.method == "ags" else not scales
     if until == "report":
         assert "on_timm" in (run.report / "report.html").read_text()
-        # it keeps none of ours
+        # it keeps none of our checkpoints
         assert "model is gone" not in capsys.readouterr().out

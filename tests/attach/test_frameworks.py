@@ -1,4 +1,4 @@
-"""Frameworks with one line: stopped, and killed, they end as undisturbed, bit for bit. Real processes."""
+"""With one added line, frameworks that are stopped and killed end as if undisturbed, bit for bit; real processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Alone = Callable[..., Scenario]
 
 @pytest.fixture(scope="module", autouse=True)
 def frameworks_are_imported() -> None:
-    """Once for all processes that are forked; not at the head, where every worker of pytest-xdist would do so."""
+    """Import once for all forked processes; imports at the top would be repeated by every worker of pytest-xdist."""
     import accelerate  # noqa: F401
     import lightning  # noqa: F401
     from transformers import GPT2LMHeadModel, Trainer, TrainingArguments  # noqa: F401
@@ -33,7 +33,7 @@ def frameworks_are_imported() -> None:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    """A training by the script alone, for each way of it."""
+    """A function that trains with the script alone, once for each kind of training."""
     known: dict[tuple[object, ...], Scenario] = {}
 
     def scenario(script: Path, workers: int, *arguments: str) -> Scenario:
@@ -50,10 +50,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
 class Case(NamedTuple):
     script: Path
     workers: int
-    # of 8 a whole epoch: the first stop is within one, or where it ends
+    # a whole epoch has 8 steps: the first stop is within one, or at its end
     first: int
     arguments: tuple[str, ...] = ()
-    # after the stop, and then stopped once more
+    # killed after the stop, then stopped once more
     is_killed: bool = False
 
     def __str__(self) -> str:
@@ -65,18 +65,18 @@ class Case(NamedTuple):
 
 
 CASES = [
-    # more than a megabyte: several buckets of gradients, whose order of additions matters with three workers
+    # more than a megabyte makes several buckets of gradients, whose order of addition matters with three workers
     Case(TRAINER, 3, 3, ("--width", "192", "--samples", "192", "--masks", "--loader-workers", "1")),
     Case(TRAINER, 2, 8, ("--accumulate", "2", "--samples", "256", "--group", "--masks"), is_killed=True),
     Case(LIGHTNING, 3, 3, ("--width", "700", "--samples", "192", "--plateau")),
-    # the next one stops at an epoch's end too
+    # the next start stops at the end of an epoch, too
     pytest.param(Case(LIGHTNING, 3, 8, ("--width", "700", "--samples", "192")), marks=pytest.mark.thorough),
     Case(LIGHTNING, 2, 8, ("--accumulate", "2", "--samples", "256", "--loader-workers", "1", "--anew"), is_killed=True),
     # a framework takes the next batch of a stream at once
     Case(LIGHTNING, 1, 3, ("--stream", "--samples", "64"), is_killed=True),
-    # stopped while one of its loaders is gone through for the second and for the first time
+    # stopped during the second and during the first iteration over one of its loaders
     Case(LIGHTNING, 1, 5, ("--cycled", "--samples", "64"), is_killed=True),
-    # the first worker sends the others their batches, and each evaluates by a loader of its own
+    # the first worker sends the others their batches, and each evaluates with a loader of its own
     Case(TRAINER, 2, 3, ("--stream", "--masks"), is_killed=True),
     Case(LIGHTNING, 1, 3, ("--by-hand", "--samples", "64", "--max-steps", "16")),
     Case(ACCELERATE, 2, 3, is_killed=True),
@@ -99,8 +99,8 @@ def test_stopped_or_killed_as_well_it_ends_as_undisturbed(tmp_path: Path, alone:
         assert scenario.start(2) == [STOPPED] * workers
     assert scenario.start() == [EXITED] * workers
     assert_same(whole, scenario, lines=set)
-    # Lightning may have fetched the batch of its stop; else only the kill had work done again, of one start of at most
-    # 8 steps of 2 passes
+    # Lightning may have fetched the next batch of its stream; otherwise only the kill repeats work, of one start with
+    # at most 8 steps of 2 passes
     assert 0 <= len(scenario.lines(0)) - len(whole.lines(0)) <= (16 if is_killed else 1)
     metrics = read_metrics(scenario.run.train().metrics_file)
     assert [row.epoch for row in metrics.epochs] == [1, 2]
@@ -108,7 +108,7 @@ def test_stopped_or_killed_as_well_it_ends_as_undisturbed(tmp_path: Path, alone:
     assert all(row.test_accuracy is not None for row in metrics.epochs)
     details = [event.detail for event in scenario.run.events() if event.event == "resumed"]
     assert len(details) == case.disturbances
-    # what no checkpoint names any more is deleted at the next save
+    # checkpoints that no other one names are deleted at the next save
     checkpoints = scenario.run.train().checkpoints
     assert len(list(checkpoints.glob("*.tula"))) == 2
     assert 2 <= sum(path.is_dir() for path in checkpoints.iterdir()) <= 4
@@ -121,7 +121,7 @@ def test_a_method_that_scales_goes_on_with_its_averages(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stop", [0, 15], ids=["undisturbed", "stopped after an evaluation in mid-epoch"])
 def test_steps_and_scores_of_a_trainer_that_evaluates_within_epochs(tmp_path: Path, stop: int) -> None:
-    """It evaluates the model without its wrapper; 15 batches make 8 steps of two, of which the last has one."""
+    """It evaluates the model without its wrapper; 15 batches make 8 steps of two, the last of which has one."""
     arguments = ("--accumulate", "2", "--samples", "120", "--eval-steps", "3")
     scenario = Scenario(tmp_path / "run", 1, arguments, script=TRAINER)
     if stop:
@@ -135,10 +135,10 @@ def test_steps_and_scores_of_a_trainer_that_evaluates_within_epochs(tmp_path: Pa
 @pytest.mark.parametrize(
     ("script", "stop", "epochs"), [(LIGHTNING, 12, 2), (TRAINER, 18, 3)], ids=["lightning", "trainer"]
 )
-def test_one_that_stops_early_does_so_as_undisturbed_and_trains_no_further(
+def test_a_training_that_stops_early_does_so_as_undisturbed_and_trains_no_further(
     tmp_path: Path, script: Path, stop: int, epochs: int
 ) -> None:
-    """It is stopped in its last epoch, and killed behind its training, which may have four."""
+    """The training is stopped in its last epoch and killed after its end; it could have had four epochs."""
     arguments = ("--samples", "64", "--early")
     whole = Scenario(tmp_path / "whole", 1, arguments, around=False, script=script)
     scenario = Scenario(tmp_path / "run", 1, arguments, script=script)
@@ -152,7 +152,7 @@ def test_one_that_stops_early_does_so_as_undisturbed_and_trains_no_further(
     if script is LIGHTNING:
         metrics = [(each.log / "metrics").read_text() for each in (whole, scenario)]
         assert metrics[0] == metrics[1]
-    # of a later validation, in the start that has no epoch left
+    # the validation after the last epoch, in the start that has no epoch left
     if script is LIGHTNING:
         assert losses[1] == float((scenario.log / "validated").read_text())
 
@@ -169,7 +169,7 @@ def test_averages_that_are_stopped_in_their_first_epoch_go_on_as_undisturbed(tmp
 def test_a_search_for_a_rate_before_the_training_is_none_of_it(
     tmp_path: Path, alone: Alone, how: str, steps: int
 ) -> None:
-    """By a Tuner at each start, or by a callback at the first one, whose rate the others have, too."""
+    """A Tuner searches at each start, a callback only at the first one, whose rate the others keep."""
     arguments = ("--samples", "64", how)
     whole = alone(LIGHTNING, 1, *arguments)
     scenario = Scenario(tmp_path / "run", 1, arguments, script=LIGHTNING)
@@ -191,7 +191,7 @@ def test_with_another_batch_a_framework_begins_anew_and_says_so(tmp_path: Path) 
 
 
 def test_a_model_that_saves_by_other_names_is_kept_by_its_own(tmp_path: Path) -> None:
-    """As a ViT does; a Trainer that goes on takes them as they are."""
+    """A ViT does that; a Trainer that resumes takes the names as they are."""
     from safetensors.torch import load_file
     from transformers import ViTConfig, ViTForImageClassification
 
@@ -208,7 +208,7 @@ def test_a_model_that_saves_by_other_names_is_kept_by_its_own(tmp_path: Path) ->
 
 
 def test_a_loader_of_fabric_goes_on_in_the_order_of_its_pass() -> None:
-    """It counts its passes, and its sampler orders by that number."""
+    """The loader counts its passes, and its sampler orders by that number."""
     from lightning.fabric.wrappers import _FabricDataLoader
 
     data = TensorDataset(torch.arange(16))
@@ -224,7 +224,7 @@ def test_without_tula_around_the_callbacks_are_the_frameworks_own(monkeypatch: p
     import lightning
     from transformers import TrainerCallback
 
-    # what they note would be known to scripts that later tests fork
+    # otherwise scripts that later tests fork would see what these calls note
     monkeypatch.setattr(tula, "_kept", None)
     monkeypatch.setattr(tula, "_is_framework", False)
     assert type(tula.trainer_callback()) is TrainerCallback

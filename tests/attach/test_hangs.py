@@ -1,4 +1,4 @@
-"""Decide which silence of a script's workers is a hang, and find where they hang."""
+"""Which silence of a script's workers counts as a hang, and where they hang."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_worker_that_waits_for_another_does_not_hang(script: Script) -> None:
     waiting, busy = (HangWatch(WorkerPeers(store, "x"), rank, 2, LEAST_S) for rank in range(2))
     for _ in range(500):
         script.now += 1.0
-        # evaluates
+        # evaluation
         other.now = other.sign_at = script.now
         assert (waiting.look(script.silent_s), busy.look(other.silent_s)) == (None, None)
     found = None
@@ -108,7 +108,7 @@ TORCH = "/opt/lib/python3.11/site-packages/torch"
     ],
 )
 def test_where_a_process_is_and_whether_it_waits_for_others(called: list[str], is_collective: bool) -> None:
-    """Its frames, the innermost first; of the user's own the last one counts."""
+    """Frames are given with the innermost first; the last one in the user's code counts."""
     frames = [(f"{TORCH}/{name}", 9) for name in called]
     found = hangs._innermost([*frames, (SCRIPT, 1), (SCRIPT, 99)])
     assert found == Place(file=Path(SCRIPT), line=1, is_collective=is_collective)

@@ -1,4 +1,4 @@
-"""Three lines in a script: stopped and killed, it ends as undisturbed, bit for bit. Real processes over gloo."""
+"""A script with three added lines, stopped and killed, ends as if undisturbed, bit for bit; real processes, gloo."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ Arguments = Sequence[str]
 
 
 def run_script(place: dict[str, str], spec: ChildSpec, struck: tuple[int, int] | None) -> None:
-    """Run the script as one process of torchrun; with `struck`, within the project and with a signal at a step."""
+    """Run the script as a process of torchrun; with `struck`, run it within the project and signal it at a step."""
     os.environ |= place
-    # own folder, because the project notes where a script saved in a file next to the script's folder
+    # a folder of its own, because the project notes a script's saves in a file next to the script's folder
     folder = spec.message_file.parent / "script"
     folder.mkdir(exist_ok=True)
     os.chdir(folder)
@@ -85,7 +85,7 @@ class Scenario:
         self.log, self.workers, self.around = folder / "log", workers, around
         self.arguments = ["--log", str(self.log), *arguments]
         self.starts = 0
-        # sweep of a method that scales gradients, if any
+        # the sweep, if its method scales gradients
         self.sweep: dict[str, Any] = {}
         folder.mkdir(mode=0o700)
         if around:
@@ -148,7 +148,7 @@ def assert_same(one: Scenario, other: Scenario, *, lines: Callable[[list[str]], 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Scenario]:
-    """A training by the script alone, for each way of it."""
+    """A function that trains with the script alone, once for each kind of training."""
     known: dict[tuple[object, ...], Scenario] = {}
 
     def scenario(workers: int, *arguments: str) -> Scenario:
@@ -183,14 +183,14 @@ def test_stopped_or_killed_as_well_it_ends_as_undisturbed(
         assert scenario.start(2) == [STOPPED] * workers
     assert scenario.start() == [EXITED] * workers
     assert_same(alone, scenario, lines=set if is_killed else list)
-    # only the kill had work done again
+    # only the kill caused repeated work
     assert len(scenario.lines(0)) - len(alone.lines(0)) <= 4
 
 
 def test_more_than_two_workers_add_in_the_same_order_after_a_stop(
     tmp_path: Path, undisturbed: Callable[..., Scenario]
 ) -> None:
-    # DDP has several buckets from a megabyte on
+    # above a megabyte DDP has several buckets
     alone = undisturbed(3, "--width", "700", "--samples", "120")
     scenario = Scenario(tmp_path / "run", 3, ("--width", "700", "--samples", "120"))
     assert scenario.start(2) == [STOPPED] * 3
@@ -199,7 +199,7 @@ def test_more_than_two_workers_add_in_the_same_order_after_a_stop(
 
 
 def assert_scales_go_on(whole: Scenario, cut: Scenario, *, stop: int, accumulation: int = 1) -> int:
-    """Train both with `ags`, one of them with a stop; return how many factors there were."""
+    """Train both with `ags`, one of them with a stop; return the number of factors."""
     workload = {"script": whole.script, "arguments": ["{local_batch}"], "samples": SAMPLES, "epochs": 2}
     tables = {"name": "x", "workload": {**workload, "accumulation": accumulation}}
     sweep = SweepSpec.model_validate({**tables, "training": {"method": "ags", "small_batch": 4}})
@@ -263,17 +263,17 @@ def test_around_the_script_nothing_changes(tmp_path: Path, undisturbed: Callable
 ODD_LOOPS = SCRIPT.with_name("odd_loops.py")
 
 
-def odd(folder: Path, case: str, *, around: bool = True) -> Scenario:
+def odd_loop(folder: Path, case: str, *, around: bool = True) -> Scenario:
     return Scenario(folder / ("kept" if around else "alone"), 1, [case], around=around, script=ODD_LOOPS)
 
 
 @pytest.fixture(scope="module")
-def odd_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Scenario]:
-    """A loop by itself, once for each case."""
+def odd_loop_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Scenario]:
+    """A function that runs a loop without the project, once for each case."""
 
     @functools.cache
     def scenario(case: str) -> Scenario:
-        alone = odd(tmp_path_factory.mktemp("alone"), case, around=False)
+        alone = odd_loop(tmp_path_factory.mktemp("alone"), case, around=False)
         assert alone.start() == [0]
         return alone
 
@@ -289,38 +289,38 @@ def odd_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Scena
         ("numbered", [3]),
         ("numbered", [9]),
         ("shared", [37]),
-        # both before it comes to the second loader, or at the end of one
+        # once before it reaches the second loader, and once at the end of one
         ("apart", [37, 3]),
         ("apart", [30, 2]),
         ("twice", [37]),
         ("peek", [20]),
-        # loaders that the script begins by itself, which have generators of their own
+        # loaders that the script iterates itself, with generators of their own
         ("zipped", [5]),
         ("zipped", [20, 10]),
         ("zipped", [25]),
         ("zipped", [30, 15]),
-        # processes of loaders, of an evaluation too, take a random number as they start, but not once an epoch
+        # when a loader starts its processes, also for an evaluation, it draws a random number, but not once an epoch
         ("persistent", [16]),
         ("persistent", [20]),
         ("carry", [0]),
-        # the steps before it are none of its epochs
+        # the steps before it belong to no epoch
         ("rate", [20]),
     ],
 )
 def test_loops_of_other_forms_go_on_as_undisturbed(
-    tmp_path: Path, odd_alone: Callable[[str], Scenario], case: str, stops: list[int]
+    tmp_path: Path, odd_loop_alone: Callable[[str], Scenario], case: str, stops: list[int]
 ) -> None:
-    """Two loops over epochs, loaders that share a generator or have their own, one gone through twice, a look at a
-    batch, gradients that are accumulated over an epoch's end.
+    """Cases are two loops over epochs, loaders with shared or own generators, a loader that is iterated twice, a look
+    at a batch, and gradients that are accumulated across the end of an epoch.
     """
-    alone, scenario = odd_alone(case), odd(tmp_path, case)
+    alone, scenario = odd_loop_alone(case), odd_loop(tmp_path, case)
     assert [scenario.start(at) for at in stops] == [[STOPPED]] * len(stops)
     assert scenario.start() == [EXITED]
     assert_same(alone, scenario)
 
 
 def test_only_what_an_earlier_process_started_takes_no_random_number_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loader that is made anew for each epoch starts processes in each, and takes a number."""
+    """A loader that is made anew for each epoch starts processes each time, and each time draws a number."""
     monkeypatch.setattr(DataLoader, "_get_iterator", DataLoader._get_iterator)
     monkeypatch.setattr(_SingleProcessDataLoaderIter, "_next_data", _SingleProcessDataLoaderIter._next_data)
 
@@ -342,7 +342,7 @@ def test_only_what_an_earlier_process_started_takes_no_random_number_again(monke
 
 
 def test_an_epochs_loop_that_is_left_has_its_last_epoch_and_later_scores(tmp_path: Path) -> None:
-    scenario = odd(tmp_path, "early")
+    scenario = odd_loop(tmp_path, "early")
     assert scenario.start() == [EXITED]
     rows = read_metrics(scenario.run.train().metrics_file).epochs
     assert [row.test_accuracy for row in rows] == pytest.approx([0.1, 0.2, 0.3])
@@ -350,33 +350,33 @@ def test_an_epochs_loop_that_is_left_has_its_last_epoch_and_later_scores(tmp_pat
 
 
 def test_scores_of_a_script_that_keeps_nothing_are_those_of_the_epoch_that_is_over(tmp_path: Path) -> None:
-    scenario = odd(tmp_path, "not kept")
+    scenario = odd_loop(tmp_path, "not kept")
     assert scenario.start() == [EXITED]
     rows = read_metrics(scenario.run.train().metrics_file).epochs
     assert [(row.epoch, row.test_accuracy) for row in rows] == [(1, 0.1), (2, 0.2)]
 
 
 def test_a_score_before_the_loop_is_none_of_an_epoch_that_is_over(tmp_path: Path) -> None:
-    scenario = odd(tmp_path, "before")
+    scenario = odd_loop(tmp_path, "before")
     assert [scenario.start(20), scenario.start()] == [[STOPPED], [EXITED]]
     rows = read_metrics(scenario.run.train().metrics_file).epochs
     assert [(row.epoch, row.test_accuracy) for row in rows] == [(1, 0.1), (2, 0.1)]
 
 
 def test_stopped_in_its_last_evaluation_it_goes_on_to_its_end(tmp_path: Path) -> None:
-    scenario = odd(tmp_path, "late")
+    scenario = odd_loop(tmp_path, "late")
     assert scenario.start() == [EXITED]
     rows = read_metrics(scenario.run.train().metrics_file).epochs
     assert [(row.epoch, row.test_accuracy) for row in rows] == [(1, 0.5), (2, 0.5)]
 
 
 def test_a_start_with_no_epoch_left_goes_on_behind_the_loop_and_has_the_last_epochs_score(
-    tmp_path: Path, odd_alone: Callable[[str], Scenario]
+    tmp_path: Path, odd_loop_alone: Callable[[str], Scenario]
 ) -> None:
-    scenario = odd(tmp_path, "final")
+    scenario = odd_loop(tmp_path, "final")
     assert [scenario.start(), scenario.start()] == [[KILLED], [EXITED]]
-    # numbers that it draws behind its loop are those of a start without a kill, too
-    assert_same(odd_alone("final"), scenario)
+    # numbers that it draws after its loop are the same as in a start without a kill
+    assert_same(odd_loop_alone("final"), scenario)
     rows = read_metrics(scenario.run.train().metrics_file).epochs
     assert [(row.epoch, row.test_accuracy) for row in rows] == [(1, None), (2, 0.5)]
 

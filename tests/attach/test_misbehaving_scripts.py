@@ -1,4 +1,4 @@
-"""Scripts that misbehave: each has one clear line and a typed failure, nothing hangs, and nothing of it is left."""
+"""A misbehaving script gives one clear line and a typed failure, nothing hangs, and no process of it remains."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ECC = "uncorrectable ECC error encountered"
 
 @pytest.fixture(autouse=True)
 def forked() -> Iterator[None]:
-    """What a process does, however it was started; `test_a_process_ends_with_its_worker` starts one."""
+    """Fork processes: their behaviour is the same, and `test_a_process_ends_with_its_worker` starts one."""
     with forking_scripts():
         yield
 
@@ -114,7 +114,7 @@ def test_a_failure_is_one_line(how: str, failure: Failure, words: str, tmp_path:
 
 @pytest.mark.parametrize("how", ["hangs", "hangs later"])
 def test_a_script_that_takes_no_step_is_given_up(how: str, tmp_path: Path) -> None:
-    # the second takes steps before, on a machine that is busy, too
+    # the second worker takes steps before that, even on a busy machine
     step_s = 2 if how == "hangs" else 5
     outcome = misbehave(how, tmp_path, step_s=step_s)
     assert outcome.message.failure is Failure.BAD_INPUT
@@ -169,7 +169,7 @@ def test_a_process_that_a_script_leaves_goes_with_it(tmp_path: Path) -> None:
 
 
 def test_a_process_ends_with_its_worker(tmp_path: Path) -> None:
-    """Whatever the worker dies of."""
+    """The worker may die of anything."""
     program = f"""
 from pathlib import Path
 from tests.attach.script_runs import profiled
@@ -179,7 +179,7 @@ profiled(Path({str(MISBEHAVING)!r}), ("handles TERM and hangs", "4"), Path({str(
     spec_file = tmp_path / "rank-0.spec"
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT) as worker:
         wait_for(message_file.exists)
-        # and what it is just starting
+        # including children that it is just starting
         children = [pid for pid in descendants(worker.pid) if str(spec_file) in command_of(pid)]
         assert children
         worker.kill()
@@ -194,7 +194,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def command_of(process: int) -> str:
-    """Empty once the process has ended."""
+    """Return the command line of a process; empty once it has ended."""
     try:
         return Path(f"/proc/{process}/cmdline").read_text()
     except OSError:
@@ -232,9 +232,9 @@ def test_a_batch_that_no_tensor_tells_is_the_one_that_was_asked_for(tmp_path: Pa
     ("how", "words"),
     [
         ("keeps all", ""),
-        # a checkpoint has the states of rank 0
+        # a checkpoint has only the states of rank 0
         ("keeps all on rank 0", ""),
-        # and its teacher is in no optimizer
+        # the model's teacher is in no optimizer
         ("keeps a student", ""),
         (
             "keeps no momentum",
@@ -269,7 +269,7 @@ def test_a_framework_keeps_its_training_whatever_is_kept_beside_it(
 
 
 class OfFewBits(Tensor):
-    """As torchao's optimizers have their states: it knows only what these do with it."""
+    """A stand-in for the states of torchao's optimizers, which support only what those do with them."""
 
     @classmethod
     def __torch_dispatch__(cls, *call: Any, **_: Any) -> Any:
@@ -332,7 +332,7 @@ def test_workers_meet_where_they_can_whatever_a_script_says(tmp_path: Path) -> N
     assert outcome.is_done
     output = Path(outcome.log).read_text()
     assert "not 192.0.2.1 as misbehaving.py has it" in output
-    # torch's store by itself listens on all interfaces
+    # torch's own store listens on all interfaces
     assert re.search(r"listens at \['0100007F:[0-9A-F]{4}'\]", output), output
     assert misbehave("is placed by Slurm", tmp_path / "slurm", world=2).is_done
 
@@ -363,7 +363,7 @@ def test_a_network_of_nccl_that_fails_is_no_mistake_of_the_script(last: str, fai
 
 
 def test_workers_that_take_part_in_different_collectives_are_told_so() -> None:
-    """As gloo prints where one calls all_reduce within `if rank == 0`, while the others are at their gradients."""
+    """gloo prints this if one worker calls all_reduce within `if rank == 0` while the others exchange gradients."""
     words = (
         "[enforce fail at tcp/pair.cc:456] op.preamble.length <= op.nbytes. 9476 vs 4. Received data size doesn't match"
     )
@@ -395,7 +395,7 @@ def test_a_worker_that_ends_early_is_told_with_those_that_wait_for_it(tmp_path: 
 
 
 def test_of_workers_that_lose_one_that_has_finished_the_number_of_batches_is_told() -> None:
-    """As with shares of different sizes; trying again would end alike."""
+    """This happens with shares of different sizes; trying again would end the same."""
     place = Place(file=MISBEHAVING, line=1, is_collective=True)
     done = ProcessEnd(rank=0, message=ProcessMessage(state="done", steps=33, result={"end": "exited"}), log="log")
     failed = ProcessMessage(
@@ -406,7 +406,7 @@ def test_of_workers_that_lose_one_that_has_finished_the_number_of_batches_is_tol
     assert reported.failure is Failure.BAD_INPUT
     assert reported.detail.startswith("rank 0 ended after 33 steps, while rank 1 is at misbehaving.py:1, `")
     assert reported.detail.endswith("give each worker as many batches as the others, as DistributedSampler does")
-    # one that was stopped is no reason
+    # a worker that was stopped is no reason
     stopped = done.model_copy(update={"message": done.message.model_copy(update={"result": {"end": "stopped"}})})
     assert worst([stopped, lost]).message.failure is Failure.KILLED
 

@@ -32,7 +32,7 @@ WRITTEN = (
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A user's folder, with files of earlier trainings."""
+    """A user's folder with files of earlier trainings."""
     home = tmp_path / "home"
     for name in WRITTEN:
         path = home / name
@@ -89,7 +89,7 @@ def test_a_folder_below_the_working_directory_does_not_hold_itself(tmp_path: Pat
         own = own_folder(tmp_path / "here" / "mine" / "profile" / name / "work", tmp_path)
         (own / "runs" / "board").mkdir()
     found = {path.relative_to(own).as_posix() for path in own.rglob("*") if not path.is_relative_to(own / "here")}
-    # as Python 3.11 follows links to folders, and later versions do not
+    # Python 3.11 follows links to folders here, and later versions do not
     above = "runs/mine/profile"
     assert {"runs/weights.pt", "runs/board", f"{above}/first", f"{above}/third"} <= found
     assert f"{above}/third/work" not in found
@@ -97,7 +97,7 @@ def test_a_folder_below_the_working_directory_does_not_hold_itself(tmp_path: Pat
 
 
 def test_run_directories_are_not_shown(tmp_path: Path) -> None:
-    """A script may go on from the newest checkpoint that it finds anywhere below."""
+    """Otherwise a script could continue from the newest checkpoint that it finds anywhere below."""
     for name in ("mine", "other"):
         run = RunDirectory(tmp_path / "runs" / name).create()
         run.sweep_file.touch()
@@ -108,16 +108,16 @@ def test_run_directories_are_not_shown(tmp_path: Path) -> None:
     own = own_folder(tmp_path / "runs" / "mine" / "train" / "work", tmp_path)
     apart = own_folder(tmp_path / "apart", tmp_path / "runs")
     for folder, place in ((own, "runs/train/last.pt"), (apart, "train/last.pt")):
-        # through links, as scripts look
+        # through links, as scripts search
         assert glob.glob("**/last.pt", root_dir=folder, recursive=True) == [place]  # noqa: PTH207
 
 
 def nowhere() -> None:
-    """As in a profile."""
+    """Keep no folder, as in a profile."""
 
 
 def write_over(_: int, own: Path) -> None:
-    """Do with files that are there whatever scripts do."""
+    """Change existing files in every way that scripts do."""
     os.chdir(own)
     spare_files(own, nowhere)
     for name, mode, text in (("log.txt", "a", "more\n"), ("notes/run.csv", "w", "new")):
@@ -177,7 +177,7 @@ def test_a_folder_of_many_entries_or_one_that_is_hidden_is_the_real_one(
     (home / ".git").mkdir()
     own = own_folder(tmp_path / "run" / "own", home)
     linked = {path.name for path in own.iterdir() if path.is_symlink()}
-    # the first ones that fit are made anew, whatever comes behind
+    # the first numbers that fit are drawn again, whatever follows
     assert linked == {".git", "log.txt", "out", "x.db"}
     (own / "out" / "new").write_text("1")
     assert (home / "out" / "new").exists()

@@ -1,4 +1,4 @@
-"""The rest of an epoch of any loader, found again by its random numbers; the three lines where nothing is around."""
+"""Find the rest of an epoch of any loader again by its random numbers; and the three lines without the project."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Endless(IterableDataset[Any]):
 
 
 class Buckets(Sampler[list[int]]):
-    """Batches of a sampler of the user's own, of unequal sizes."""
+    """Batches of unequal sizes from a sampler of the user's own."""
 
     def __iter__(self) -> Iterator[list[int]]:
         order = torch.randperm(SAMPLES).tolist()
@@ -99,7 +99,7 @@ def test_the_rest_of_an_epoch_and_the_next_are_as_without_a_stop(name: str, pass
     again = LOADERS[name]()
     sampler = getattr(getattr(again, "batch_sampler", None), "sampler", None)
     set_random_state(began, again)
-    # the end of all counts as one more
+    # the end counts as one more
     resumed = Stream(again, Passed(len(done) + (passed is None), batch_size_of(again), 1), 1)
     set_random_state(now, again)
     found = list(resumed.batches)
@@ -111,12 +111,12 @@ def test_the_rest_of_an_epoch_and_the_next_are_as_without_a_stop(name: str, pass
 
 
 def test_random_numbers_of_every_gpu_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script that names its GPU may never set it: torch's own is another one then."""
+    """A script that names its GPU may never select it, so that torch's current GPU is another one."""
     found: dict[int, list[int]] = {}
     states = [torch.tensor([number], dtype=torch.uint8) for number in range(3)]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
-    # of the node that goes on
+    # the numbers of the node that continues
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, gpu: found.update({gpu: state.tolist()}))
     set_random_state(random_state())
@@ -124,7 +124,7 @@ def test_random_numbers_of_every_gpu_are_found_again(monkeypatch: pytest.MonkeyP
 
 
 class Cycle(Sampler[int]):
-    """Without an end, and so without a length."""
+    """A sampler without an end, and so without a length."""
 
     def __iter__(self) -> Iterator[int]:
         return itertools.cycle(range(SAMPLES))
@@ -132,14 +132,14 @@ class Cycle(Sampler[int]):
 
 def test_a_sampler_without_an_end_is_led_to_its_next_sample() -> None:
     stream = Stream(DataLoader(Noisy(), BATCH, sampler=Cycle()), Passed(7, BATCH, 1), 1)
-    # each item is its index and up to two more
+    # each item is its index and up to two more values
     assert (next(stream.batches) - torch.arange(6, 10)).abs().max() <= 2
     stream.close()
 
 
 @pytest.mark.parametrize(("batch", "workers", "left"), [(2, 1, 14), (8, 1, 14), (4, 2, 18), (1, 4, 20)])
 def test_what_is_left_is_counted_in_samples_of_all_workers(batch: int, workers: int, left: int) -> None:
-    """Two batches of 4 were passed by each of `workers`; half as many workers have twice as many each, and so on."""
+    """Each of `workers` has passed two batches of 4; half as many workers have then passed twice as many each."""
     loader = DataLoader(Noisy(), batch)
     stream = Stream(loader, Passed(2, 4, 1), workers)
     assert sum(len(part) for part in stream.batches) == left
@@ -148,7 +148,7 @@ def test_what_is_left_is_counted_in_samples_of_all_workers(batch: int, workers: 
 
 
 def test_without_anything_around_the_three_lines_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    # what they note would be known to scripts that later tests fork
+    # otherwise scripts that later tests fork would see what these calls note
     monkeypatch.setattr(tula, "_kept", None)
     loader = DataLoader(Noisy(), BATCH)
     tula.keep(model=object())
@@ -161,12 +161,12 @@ def test_without_anything_around_the_three_lines_do_nothing(monkeypatch: pytest.
 def test_random_numbers_are_noted_at_each_batch_only_where_a_library_loads_ahead(
     ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # those that tests before this one have imported
+    # modules that earlier tests have imported
     for library in loaders.LOADING_AHEAD:
         monkeypatch.delitem(sys.modules, library, raising=False)
     if ahead:
         monkeypatch.setitem(sys.modules, loaders.LOADING_AHEAD[0], sys)
-    # to be put back
+    # imported again afterwards
     kind = dataloader._SingleProcessDataLoaderIter
     monkeypatch.setattr(kind, "_next_data", kind._next_data)
     monkeypatch.setattr(DataLoader, "_get_iterator", DataLoader._get_iterator)
@@ -174,7 +174,7 @@ def test_random_numbers_are_noted_at_each_batch_only_where_a_library_loads_ahead
     monkeypatch.setattr(loaders, "random_numbers", lambda: noted.append(1))
     LoaderHistory().install()
     batches = list(DataLoader(Noisy(), BATCH, drop_last=True))
-    # the end is looked for, too
+    # the end of the epoch is searched for, too
     assert len(noted) == ahead * (len(batches) + 1)
 
 
@@ -188,11 +188,11 @@ def test_numbers_of_numpy_are_read_anew_only_once_they_are_others(monkeypatch: p
 
     monkeypatch.setattr(np.random, "get_state", counted)
     np.random.seed(0)
-    # of a pair of normal numbers the second one is kept
+    # of a pair of normal numbers the second one is kept for the next call
     for draw in (np.random.rand, np.random.randn, np.random.randn, lambda: np.random.seed(0)):
         draw()
         for _ in range(3):
             noted: Any = random_numbers().numpy
             assert all(itertools.starmap(np.array_equal, zip(noted, get_state(legacy=True), strict=True)))
-    # at each look while one is kept
+    # whenever one is kept
     assert len(read) == 1 + 3 + 1 + 1

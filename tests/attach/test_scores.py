@@ -42,7 +42,7 @@ def test_a_score_is_of_the_epoch_that_was_over_when_it_was_printed(files: TrainD
     scores.take(b"nothing\n * Acc@1 50.5 loss 0.25\n")
     end_epoch(files, 2)
     scores.take(b"Acc@1 60\n")
-    # both are looked at late
+    # both lines are read late
     scores.write()
     assert known(files) == [(1, 0.505, 0.25), (2, 0.6, None)]
     end_epoch(files, 3)
@@ -124,7 +124,7 @@ def test_a_loss_that_is_printed_at_each_step_makes_no_line_for_each(files: Train
 
 
 def test_half_a_line_of_an_epoch_is_passed_over(files: TrainDirectory, scores: Scores) -> None:
-    """As a node leaves it that lost its power while it wrote."""
+    """A node that lost power while it wrote leaves such a line."""
     end_epoch(files, 1)
     whole = files.metrics_file.read_bytes()
     files.metrics_file.write_bytes(whole + whole[:40])

@@ -89,7 +89,7 @@ def test_a_worker_finds_its_place_as_under_torchrun() -> None:
         "RANK": "3", "LOCAL_RANK": "1", "GROUP_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2",
     }  # fmt: skip
     assert (found["MASTER_ADDR"], found["MASTER_PORT"], found["GROUP_WORLD_SIZE"]) == ("node1", "12345", "2")
-    # and under srun
+    # also under srun
     names = ("PROCID", "LOCALID", "NODEID", "NTASKS", "NTASKS_PER_NODE", "NNODES", "JOB_NODELIST", "JOB_ID")
     assert [found[f"SLURM_{name}"] for name in names] == ["3", "1", "1", "4", "2", "2", "node1,node2", "7"]
 
@@ -124,7 +124,7 @@ def test_a_worker_with_a_gpu_of_its_own_has_the_first_that_it_sees(monkeypatch: 
 def test_another_batch_than_was_asked_for_is_told_with_the_placeholder_that_helps(
     shape: tuple[int, int], got: int, expected: str
 ) -> None:
-    """Of 32 samples a worker."""
+    """The placeholder was replaced by 32 samples a worker."""
     assert expected in remedy_of_batch("train.py", 32, got, Configuration(*shape, 32))
 
 
@@ -135,5 +135,5 @@ def test_a_warm_up_of_the_passes_is_told_only_where_later_steps_may_have_more() 
 
 
 def test_a_critic_that_takes_a_new_batch_in_each_of_five_steps_is_said_to_be_the_one_that_counts() -> None:
-    """The larger generator has a pass for each."""
+    """The larger generator has a pass for each step of the critic."""
     assert 'workload.counted_model = "Critic"' in remedy_of_passes(5, 1, 16, 16, 2, other="Critic")

@@ -1,4 +1,4 @@
-"""Profiles of scripts: whole records, and scripts that notice nothing."""
+"""Profiles of scripts: complete records, and scripts that notice nothing."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_long_gap_is_a_pause_only_if_it_is_rare() -> None:
 
 
 class GpuMark(NamedTuple):
-    """Event of a GPU that has done its work at a certain second."""
+    """An event of a GPU that finishes its work at a given second."""
 
     done_at: float
 
@@ -72,7 +72,7 @@ class GpuMark(NamedTuple):
 
 
 def test_a_gap_on_a_gpu_is_as_long_as_the_device_was_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most of the gap after 30 steps of the host's is a wait for what the device had to do; the next is a real one."""
+    """Most of the gap after 30 steps is the host's wait for the device's remaining work; the next gap is a real one."""
     marks = iter([*map(GpuMark, [1.0] * 30 + [30.0, 30.5] + [31.0] * 30 + [61.0, 91.0])])
     monkeypatch.setattr(step_times, "_mark", lambda device: next(marks))
     gaps, gpu = LongGaps(), torch.device("cuda")
@@ -84,7 +84,7 @@ def test_a_gap_on_a_gpu_is_as_long_as_the_device_was_idle(monkeypatch: pytest.Mo
 
 
 def test_a_script_that_pauses_now_and_then_is_charged_for_it_in_every_epoch(tmp_path: Path) -> None:
-    """It sleeps after every 40th of 250 steps, as a policy that plays, so that few of the rounds have such a pause."""
+    """It sleeps after every 40th of 250 steps, as a policy that plays, so that few rounds contain a pause."""
     never_settled = QUICK.model_copy(update={"min_steps": 100, "max_steps": 100, "ci_width": 1e-9})
     (outcome,) = profiled(SCRIPTS / "misbehaving.py", ("sleeps now and then", "4"), tmp_path, search=never_settled)
     measured = measurement_of(outcome)
@@ -94,14 +94,14 @@ def test_a_script_that_pauses_now_and_then_is_charged_for_it_in_every_epoch(tmp_
 
 
 def test_passes_apart_that_come_with_every_step_are_none_of_an_epochs_end(tmp_path: Path) -> None:
-    """As features of the same batch; those of the first steps look like evaluations."""
+    """Such passes compute features of the same batch; those of the first steps look like evaluations."""
     never_settled = QUICK.model_copy(update={"max_steps": 10, "ci_width": 1e-9})
     (outcome,) = profiled(SCRIPTS / "misbehaving.py", ("looks twice", "4"), tmp_path, search=never_settled)
     assert measurement_of(outcome).between_epochs_s is None
 
 
 class Rounds(MeasuredSteps):
-    """Rounds of two steps, whose waits are taken at their ends."""
+    """Measured rounds of two steps, whose waits are taken at their ends."""
 
     def __init__(self, folder: Path) -> None:
         program = Script(folder / "train.py", None, ())
@@ -129,12 +129,12 @@ def test_an_evaluation_behind_a_round_does_not_bring_back_its_waits(tmp_path: Pa
             rounds.step(1.0)
         rounds.batch_loaded(None, 50.0)
         rounds.evaluating()
-    # after an evaluation the wait for training's batch is left out, too
+    # the wait for training's batch after an evaluation is left out, too
     assert rounds.taken == [2.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0]
 
 
 class Halves(nn.Module):
-    """A model of which each pass uses one part, as a GAN in one wrapper does, or one with layers left out."""
+    """A model of which each pass uses one part, as a GAN in one wrapper, or one that leaves out layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Halves(nn.Module):
 
 @pytest.fixture
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A group of this process."""
+    """A process group of this process alone."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
     yield
@@ -163,7 +163,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_passes_without_synchronization_leave_nothing_to_the_next_one(*, within: bool) -> None:
     halves = Halves()
     model = DistributedDataParallel(halves, find_unused_parameters=True)
-    # as the hooks of a profile have one
+    # the hooks of a profile have one, too
     model.register_forward_pre_hook(lambda *_: None)
     model.require_backward_grad_sync = False
     torch.autograd.backward(model(torch.ones(3, 2), 0).sum())
@@ -182,12 +182,12 @@ def test_passes_without_synchronization_leave_nothing_to_the_next_one(*, within:
 @pytest.mark.parametrize(
     ("case", "is_told"),
     [
-        # of torch's own, gone through anew in each epoch
+        # torch's own loader, iterated anew in each epoch
         ("shared", False),
         ("persistent", False),
         ("peek", False),
         ("look", False),
-        # without an end, and begun before the first epoch
+        # a loader without an end, started before the first epoch
         ("infinite", True),
         ("one iterator", True),
         # nothing is kept
@@ -201,7 +201,7 @@ def test_one_iterator_over_a_loader_for_all_epochs_is_noticed(tmp_path: Path, ca
 
 
 class Following(nn.Module):
-    """A copy follows the trained layer in each forward, as a momentum encoder does, and there is a count of them."""
+    """A model with a step count and a copy that follows the trained layer in each forward, as a momentum encoder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> list[ProcessEnd]:
-    """Two workers, with accumulation, bf16, clipping, and an average of weights."""
+    """The ends of a profile on two workers, with accumulation, bf16, clipping, and an average of weights."""
     arguments = ("--batch-size", "8", "--accumulate", "2")
     script, configuration = SCRIPTS / "averaging.py", Configuration(2, 1, 16)
     return profiled(script, arguments, folder, world=2, configuration=configuration, forward_batch=8, accumulation=2)
@@ -274,7 +274,7 @@ def test_a_record_is_whole(measured: Measurement) -> None:
 
 
 def test_noise_is_of_gradients_before_they_are_clipped(measured: Measurement) -> None:
-    """Clipped to one length, the workers' gradients would be as long as any other."""
+    """After clipping to one length, the workers' gradients would be as long as any other."""
     assert measured.noise_samples == 4 * 32
     assert sum(trace for _, trace in measured.noise_terms) > 1
 
@@ -288,7 +288,7 @@ def test_the_workers_measured_the_same_steps(outcomes: list[ProcessEnd]) -> None
 
 
 def test_a_script_notices_nothing(outcomes: list[ProcessEnd], folder: Path) -> None:
-    """Its rates follow its schedule, and its weights stay as they are."""
+    """Its rates follow its schedule, and its weights are what they would be without a profile."""
     lines = [line.split() for line in (folder / "work" / "steps-0.txt").read_text().splitlines()]
     rates = [float(rate) for rate, _ in lines]
     assert len(rates) == outcomes[0].message.steps > 20
@@ -304,7 +304,7 @@ def test_what_was_seen_is_told(outcomes: list[ProcessEnd]) -> None:
 
 
 def test_epochs_and_evaluations_are_left_out_of_steps(tmp_path: Path) -> None:
-    """An epoch of four steps, with an evaluation of four batches after it."""
+    """An epoch has four steps and is followed by an evaluation of four batches."""
     arguments = ("--batch-size", "4", "--samples", "16", "--epochs", "1000")
     never_settled = QUICK.model_copy(update={"max_steps": 10, "ci_width": 1e-9})
     (outcome,) = profiled(SCRIPTS / "plain.py", arguments, tmp_path, search=never_settled)
@@ -318,7 +318,7 @@ def test_epochs_and_evaluations_are_left_out_of_steps(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("steps", "samples"), [(250, 0), (240, 1000)])
 def test_data_that_are_made_for_all_steps_say_nothing_of_an_epoch(tmp_path: Path, steps: int, samples: int) -> None:
-    """As Megatron's, of train_iters times the global batch."""
+    """Megatron makes its data that way, for train_iters times the global batch."""
     arguments = ("shares no data", "4", "--train-iters", str(steps))
     (outcome,) = profiled(SCRIPTS / "misbehaving.py", arguments, tmp_path, counts_steps=True)
     assert (measurement_of(outcome).epoch_samples, outcome.message.result["samples"]) == (samples, samples)
@@ -329,7 +329,7 @@ def test_loader_processes_are_seen(tmp_path: Path) -> None:
     (outcome,) = profiled(SCRIPTS / "plain.py", arguments, tmp_path)
     measured = measurement_of(outcome)
     assert outcome.message.result["loader_workers"] == 2
-    # whole turns of the loader's processes
+    # whole rounds of the loader's processes
     assert measured.round_steps["step"] % 2 == 0
 
 
@@ -347,11 +347,11 @@ def test_batches_without_a_number_of_them_are_taken_as_they_come(tmp_path: Path)
         ([], 8, 0),
         ([8] * 6 + [5], 8, 8),
         ([6] * 6 + [5], 8, 6),
-        # drawn anew at every step, about what was asked for, or not
+        # batches that are drawn anew at every step, about as large as asked for, or not
         ([57, 66, 70, 61, 63], 64, 64),
         ([57, 66, 70, 61, 63], None, 63),
         ([27, 36, 40, 31, 33], 64, 33),
-        # cut by their tokens: the mean of few is known but roughly
+        # batches that are cut by their tokens: a mean of few is known only roughly
         ([17, 130, 52, 98, 41], 80, 80),
     ],
 )

@@ -107,7 +107,7 @@ def test_epochs_end_with_their_last_whole_batch(tmp_path: Path, clock: Clock) ->
 
 
 def test_steps_are_timed_on_the_gpu_of_the_model(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script that names its GPU may never set it: torch's own is another worker's then."""
+    """A script that names its GPU may never select it, so that torch's current GPU is another worker's."""
     gpu, waited = torch.device("cuda", 1), list[torch.device]()
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     monkeypatch.setattr(step_times, "_mark", lambda device: None)
@@ -120,7 +120,7 @@ def test_steps_are_timed_on_the_gpu_of_the_model(tmp_path: Path, clock: Clock, m
 
 
 def test_layers_that_are_unfrozen_later_are_no_other_model(tmp_path: Path, clock: Clock) -> None:
-    """Whichever of its stages the profile has ended in; a script has another optimizer for the second."""
+    """The profile may have ended in either stage; the script has another optimizer for the second."""
     for place, measured in enumerate((2, 6, 5)):
         folder = tmp_path / str(place)
         folder.mkdir()
@@ -141,7 +141,7 @@ def test_layers_that_are_unfrozen_later_are_no_other_model(tmp_path: Path, clock
 
 
 def test_workers_agree_at_the_same_steps_wherever_each_sees_an_epoch_end(tmp_path: Path, clock: Clock) -> None:
-    """One that has counted fewer samples comes to the end of an epoch a step later."""
+    """A worker that has counted fewer samples reaches the end of an epoch a step later."""
     watched = WatchedTraining(tmp_path, clock, samples=29)
     for _ in range(2 * 3):
         watched.step()
@@ -157,11 +157,11 @@ def test_samples_of_an_evaluation_that_takes_gradients_are_none_of_an_epoch(tmp_
 
 
 def test_passes_that_become_more_are_all_counted(tmp_path: Path, clock: Clock) -> None:
-    """As of a script that accumulates gradients over more of them in its later epochs."""
+    """Some scripts accumulate gradients over more passes in later epochs."""
     watched = WatchedTraining(tmp_path, clock, samples=32)
     for parts in (1, 2, 4):
         for _ in range(4 // parts):
-            # as of a policy that acts before it is trained
+            # a policy acts before it is trained
             watched.training.forward_begins(8)
             watched.training.pass_unused(8)
             watched.step(8 * parts, parts)
@@ -172,7 +172,7 @@ def test_passes_that_become_more_are_all_counted(tmp_path: Path, clock: Clock) -
 
 def test_all_passes_of_a_first_step_count_though_the_model_was_not_known_before(tmp_path: Path, clock: Clock) -> None:
     watched = WatchedTraining(tmp_path, clock, samples=16)
-    # of the first of its two parts
+    # only the first of its two parts
     watched.training.hooks.backward.count = 1
     watched.step(4)
     for _ in range(3):
@@ -181,7 +181,7 @@ def test_all_passes_of_a_first_step_count_though_the_model_was_not_known_before(
 
 
 def test_a_first_step_of_fewer_passes_than_later_ones_counts_these_alone(tmp_path: Path, clock: Clock) -> None:
-    """As YOLO's, whose model is not known before that step."""
+    """This is so for YOLO, whose model is not known before that step."""
     watched = WatchedTraining(tmp_path, clock, samples=16)
     watched.training.settings = watched.training.settings.model_copy(update={"forward_batch": 2})
     watched.training.hooks.backward.count = 1
@@ -211,7 +211,7 @@ def test_steps_to_find_a_rate_are_none_and_those_after_the_last_epoch_do_not_cou
     watched.step(16, 2)
     for _ in range(2):
         watched.step()
-    # of all layers, after the last ones
+    # all layers are trained, after the last ones
     assert watched.training.trains_anew()
     for _ in range(4):
         watched.step()
@@ -229,7 +229,7 @@ def test_a_shorter_batch_is_the_last_of_its_epoch(tmp_path: Path, clock: Clock) 
 
 
 def test_a_step_over_the_end_of_a_pass_belongs_to_both_epochs(tmp_path: Path, clock: Clock) -> None:
-    """As of a script that takes two batches for a step from a loader that begins again and again."""
+    """Such a script takes two batches for a step, from a loader that starts again and again."""
     watched = WatchedTraining(tmp_path, clock, samples=18)
     loader = DataLoader(TensorDataset(torch.zeros(18)), batch_size=4)
     passes = iter([4, 4, 4, 4, 2] * 2)
@@ -261,7 +261,7 @@ def test_of_a_stream_the_sweep_says_how_long_an_epoch_is(tmp_path: Path, clock: 
 def test_a_step_over_the_end_of_an_epoch_is_of_both_where_the_pass_goes_on(
     tmp_path: Path, clock: Clock, begins_anew: bool
 ) -> None:
-    """As of a sampler without an end; of a stream that begins anew the rest is no other epoch's."""
+    """This holds for a sampler without an end; if a stream begins anew, the rest belongs to no other epoch."""
     watched = WatchedTraining(tmp_path, clock, samples=20)
     data = Streamed(TensorDataset(torch.zeros(64)))
     stream = iter(DataLoader(data, batch_size=8))
@@ -276,7 +276,7 @@ def test_a_step_over_the_end_of_an_epoch_is_of_both_where_the_pass_goes_on(
 
 
 def test_epochs_of_a_script_that_is_told_its_steps_are_those_of_the_plan(tmp_path: Path, clock: Clock) -> None:
-    """Full batches alone leave out four of 20 samples in a pass, which add up to further steps and passes."""
+    """Full batches leave out four of 20 samples in a pass, which add up to further steps and passes."""
     watched = WatchedTraining(tmp_path, clock, samples=20, counts_steps=True)
     loader = DataLoader(TensorDataset(torch.zeros(20)), batch_size=8, drop_last=True)
     for _ in range(5):
@@ -290,7 +290,7 @@ def test_epochs_of_a_script_that_is_told_its_steps_are_those_of_the_plan(tmp_pat
 
 
 def test_a_script_that_halves_its_batch_goes_on_with_its_epochs(tmp_path: Path, clock: Clock) -> None:
-    """As one that trains on larger images later."""
+    """A script may do so to train on larger images later."""
     watched = WatchedTraining(tmp_path, clock, samples=32)
     for samples in (8, *[4] * 2):
         for _ in range(32 // samples):
@@ -303,7 +303,7 @@ def test_a_script_that_halves_its_batch_goes_on_with_its_epochs(tmp_path: Path, 
 def test_a_loader_that_gives_out_a_shorter_batch_ends_the_epoch_with_it(
     tmp_path: Path, clock: Clock, known_samples: int
 ) -> None:
-    """Even if the sweep says that there are some more."""
+    """This holds even if the sweep states more samples."""
     watched = WatchedTraining(tmp_path, clock, samples=known_samples)
     loader = iter(DataLoader(TensorDataset(torch.zeros(29)), batch_size=8))
     for _ in range(2):
@@ -326,7 +326,7 @@ def test_an_epoch_takes_its_steps_and_waits_but_no_evaluation(tmp_path: Path, cl
         watched.step()
         clock.now += 1000.0
     first, second = watched.metrics().epochs
-    # the time of the first step, for which nothing was waited yet, is of the start
+    # the time of the first step, for which nothing was waited yet, belongs to the start
     assert first.epoch_time_s == pytest.approx(4 * (STEP_S + WAIT_S))
     assert second.epoch_time_s == pytest.approx(4 * (STEP_S + WAIT_S))
 
@@ -350,7 +350,7 @@ def test_an_evaluation_after_each_epoch_is_none_of_its_step_however_few_it_has(t
 
 
 def test_a_long_gap_that_is_rare_is_of_no_step(tmp_path: Path, clock: Clock) -> None:
-    """As of a policy that plays between its steps, or of a checkpoint."""
+    """Such gaps come from a policy that plays between its steps, or from a checkpoint."""
     watched = WatchedTraining(tmp_path, clock, samples=100 * 8)
     for step in range(100):
         watched.step(slept_s=50.0 if step % 25 == 24 else 0.0)
@@ -384,10 +384,10 @@ def test_a_pass_without_gradients_within_a_step_is_no_pause(tmp_path: Path, cloc
 def test_what_a_loader_takes_is_waiting_and_the_rest_of_a_gap_is_not(tmp_path: Path, clock: Clock) -> None:
     watched = WatchedTraining(tmp_path, clock, samples=4 * 8)
     watched.step()
-    # of an evaluation
+    # the loader of an evaluation
     watched.training.batch_loaded(None, 50.0)
     watched.training.evaluating()
-    # of all batches without a pass, as in `len(list(loader))`
+    # all batches without a pass, as in `len(list(loader))`
     watched.training.batch_loaded(None, 50.0)
     watched.training.loading_begins(None)
     for _ in range(3):
@@ -405,7 +405,7 @@ def test_what_an_epoch_does_beside_its_steps_stands_in_its_line(tmp_path: Path, 
     watched = WatchedTraining(tmp_path, clock, samples=16)
     for _ in range(2):
         watched.step()
-        # within the epoch, and after it
+        # one score within the epoch, one after it
         watched.step(evaluated_s=10.0)
         watched.training.report({"test_accuracy": 0.5})
         clock.now += 100.0
@@ -414,7 +414,7 @@ def test_what_an_epoch_does_beside_its_steps_stands_in_its_line(tmp_path: Path, 
     first, second = watched.metrics().epochs
     assert first.evaluation_time_s == pytest.approx(10.0 + 100.0 + 2 * WAIT_S)
     assert second.evaluation_time_s == pytest.approx(10.0 + 100.0 + WAIT_S - 7.0)
-    # lines of one epoch add to each other
+    # lines of one epoch are combined
     known = {"evaluation_time_s": None, "test_accuracy": None, "test_loss": 0.25}
     append_record(watched.run.train().metrics_file, first.model_copy(update=known))
     first, _ = watched.metrics().epochs
@@ -522,7 +522,7 @@ AT = Configuration(1, 1, 8)
 def test_steps_that_depart_from_the_plan_are_told_and_their_end_as_well(
     tmp_path: Path, clock: Clock, data_s: float, part: str
 ) -> None:
-    """Twice as long as planned, then as planned."""
+    """The steps first take twice as long as planned, and then as long as planned."""
     planned_s = (STEP_S + WAIT_S) / 2
     expected = StepParts(data_time_s=data_s, compute_time_s=0.3, allreduce_time_s=0.0)
     settings = DriftSettings(
@@ -537,7 +537,7 @@ def test_steps_that_depart_from_the_plan_are_told_and_their_end_as_well(
     drift = Drift.model_validate_json(watched.run.train().drift_file.read_bytes())
     assert (drift.configuration, drift.part) == (AT, part)
     for _ in range(60):
-        # the wait of a step that is as long as planned would be negative
+        # without this, the wait of a step that takes as long as planned would be negative
         clock.now -= planned_s
         watched.step()
     assert [each.event for each in watched.run.events() if each.stage == "train"] == ["drifted", "recovered"]

@@ -1,4 +1,4 @@
-"""Scaling of a script's own optimizer from outside, against `TulaOptimizer` in a loop, on two workers."""
+"""Scaling of a script's own optimizer by hooks, compared with `TulaOptimizer` in a loop, on two workers."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ MOVING = [name for name in CASES if name != "still"]
 
 
 def loops(rank: int, folder: Path) -> None:
-    """All in one process, which hooks never are: they stay for its life."""
+    """Train with every method in one process, although hooks normally stay for a process's life."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORKERS)
     torch.save({name: in_the_loop(rank, name) for name in MOVING}, folder / f"{rank}.pt")
@@ -174,7 +174,7 @@ def clipped(rank: int, folder: Path) -> None:
 
 
 def test_clipping_leaves_the_ratio_of_the_norms_alone(tmp_path: Path) -> None:
-    """A gradient that is clipped to a hundredth would seem as short as a large batch's, and the scale the least."""
+    """A gradient clipped to a hundredth would seem as short as a large batch's, and give the least scale."""
     scales = []
     for name in ("plain", "clipped"):
         (tmp_path / name).mkdir()
@@ -220,7 +220,7 @@ def alone(rank: int, folder: Path) -> None:
 
 
 def test_a_model_that_is_wrapped_for_a_single_worker_trains_as_one_that_is_not(tmp_path: Path) -> None:
-    """As accelerate wraps it wherever torchrun's variables are set."""
+    """accelerate wraps a model whenever torchrun's variables are set."""
     ends = []
     for name in ("wrapped", "plain"):
         (tmp_path / name).mkdir()
@@ -231,7 +231,7 @@ def test_a_model_that_is_wrapped_for_a_single_worker_trains_as_one_that_is_not(t
 
 
 def test_before_the_first_step_of_a_start_the_state_is_that_of_the_last_one() -> None:
-    """A checkpoint may be written then, behind the last batch of an epoch."""
+    """A checkpoint may be written at that point, after the last batch of an epoch."""
     scaling = Driver(spec(1, {"method": "ags"})).scaling
     scaling.load_state_dict({"steps": 3})
     assert scaling.state_dict() == {"steps": 3}

@@ -1,4 +1,4 @@
-"""A study of a script: methods that act through its steps, or through its rate, by real local jobs."""
+"""A study of a script with methods that act through its steps or its rate, in real local jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A script from its sweep file to a plan, on this machine: real processes, through the command."""
+"""A script from its sweep file to a plan, on this machine, in real processes through the command."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def sweep(path: Path, folder: Path, *settings: str) -> subprocess.CompletedProce
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, str]:
-    """The shipped example: 1 and 2 nodes, a batch of 64 and of 128."""
+    """The run and the output of the shipped example: 1 and 2 nodes, batches of 64 and 128."""
     folder = tmp_path_factory.mktemp("example")
     done = sweep(EXAMPLE, folder, *QUICK, "search.min_batch=64", "search.max_batch=128")
     assert done.returncode == 0, done.stderr + done.stdout
@@ -61,7 +61,7 @@ def test_a_plan_is_made_of_them(planned: tuple[RunDirectory, str]) -> None:
     assert plan is not None
     assert plan.chosen.feasible
     assert plan.chosen.global_batch in (64, 128)
-    # of the digits a profile sees many epochs
+    # with the digits, a profile sees many epochs
     assert all(m.between_epochs_s for m in run.measurements().records)
     assert plan.chosen.wall_parts_s["evaluation"] > 0
     notes = " ".join(plan.notes)
@@ -128,14 +128,14 @@ mode = "partial"
     records = RunDirectory(tmp_path / "run").measurements().records
     measured = [m for m in records if m.status == "ok"]
     assert sorted(m.configuration for m in measured) == [(1, 1, 64), (2, 1, 32)]
-    # of the 100, with all that is measured beside whole steps
+    # of the 100 steps, with everything that is measured in addition to whole steps
     assert all(10 <= m.steps <= 40 for m in measured)
-    # of the largest batch there are too few
+    # too few steps of the largest batch
     left_out = [m for m in records if m.is_left_out]
     assert sorted(m.configuration for m in left_out) == [(1, 1, 512), (2, 1, 256)]
     assert len(records) == 4
     assert "N=1 b=512 (B=512), N=2 b=256 (B=512) were not measured: the script takes too few" in done.stdout
-    # the same script is not tried once more, another one is
+    # the same script is not tried again, a changed one is
     assert sweep(path, tmp_path).returncode == 0
     assert len(RunDirectory(tmp_path / "run").measurements().records) == 4
     script.write_text(script.read_text().replace("range(options.epochs)", "range(100 * options.epochs)"))
@@ -149,7 +149,7 @@ mode = "partial"
 
 
 def test_a_script_that_is_told_its_steps_is_planned_with_all_of_them(tmp_path: Path) -> None:
-    """It gives out full batches alone: 15 in a pass, of an epoch's 15.625."""
+    """It gives out full batches only: 15 in a pass, though an epoch is 15.625 batches."""
     script = (SCRIPTS / "plain.py").read_text()
     script = script.replace('"--epochs", type=int, default=2)', '"--steps", dest="epochs", type=int)')
     (tmp_path / "steps.py").write_text(script)

@@ -1,4 +1,4 @@
-"""Trainings of scripts by real local jobs of two workers: scores, stops, requeues, failures."""
+"""Trainings of scripts in real local jobs of two workers: scores, stops, requeues, failures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tula_hpc.stages.train import train_stage
 TRAINING = {"log_interval_steps": 1, "checkpoint_minutes": 1e-6}
 SCRIPTS = Path(__file__).parent / "scripts"
 CLUSTER = ClusterSpec(workers_per_node=2)
-# a minute, of which Slurm warns half a minute before or earlier
+# a minute, and Slurm signals half a minute before its end or earlier
 LIMIT = {"train_minutes": 1, "signal_delay_s": 30}
 OWN: dict[str, Any] = {
     "script": SCRIPTS / "own_checkpoints.py",
@@ -41,7 +41,7 @@ OWN: dict[str, Any] = {
     "epochs": 3,
     "metric": r"Acc@1 (?P<test_accuracy>[\d.]+) loss (?P<test_loss>[\d.]+)",
 }
-# enough for the workers' next agreement to stop, on a machine that is busy, too
+# enough for the workers to agree on a stop, even on a busy machine
 LONG = {"epochs": 14}
 KEPT: dict[str, Any] = {
     "script": SCRIPTS / "three_lines.py",
@@ -114,7 +114,7 @@ def test_a_script_trains_and_its_output_tells_the_scores(tmp_path: Path) -> None
     result = result_of(run, ended)
     assert (result.epochs, result.steps, result.samples_seen) == (3, 12, 192)
     assert (result.test_accuracy, result.test_loss, result.final_loss) == (0.7, 0.3333, None)
-    # before its first step, which no other time holds
+    # time before the first step, which belongs to no other time
     assert result.starts_s is not None
     assert result.starts_s > 0.0
     assert result.starts_s + result.wall_time_s < time.time() - began
@@ -122,13 +122,13 @@ def test_a_script_trains_and_its_output_tells_the_scores(tmp_path: Path) -> None
     assert [row.epoch for row in metrics.steps] == pytest.approx([n / 4 for n in range(1, 13)])
     assert [row.test_accuracy for row in metrics.epochs] == [0.5, 0.6, 0.7]
     assert [row.steps for row in metrics.epochs] == [4, 4, 4]
-    # waits for data are no part of an epoch's first step
+    # waits for data are not part of an epoch's first step
     assert all(row.epoch_time_s >= 3 * 0.1 for row in metrics.epochs)
     assert 0.6 * result.train_time_s < sum(row.step_time_s for row in metrics.steps) < 1.1 * result.train_time_s
 
 
 def test_a_script_that_has_taken_the_steps_that_it_was_told_has_trained_all_epochs(tmp_path: Path) -> None:
-    """Though its pass ends with a shorter batch, so that as many full ones would have seen more samples."""
+    """Its pass ends with a shorter batch, so that as many full batches would have seen more samples."""
     script = tmp_path / "steps.py"
     script.write_text("""
 import sys, torch
@@ -175,7 +175,7 @@ def test_memory_that_a_step_frees_is_kept_for_the_next_as_in_its_profile(tmp_pat
     run, ended = train(tmp_path / "run", {**workload, "samples": 256})
     faults = result_of(run, ended).test_loss
     assert faults is not None
-    # hundreds where the C library gives pages of activations and gradients back
+    # hundreds if the C library returns the pages of activations and gradients
     assert faults < 100
 
 
@@ -194,12 +194,12 @@ def test_stopped_it_goes_on_by_its_own_checkpoint(
     run, ended = train(tmp_path / "run", workload | LONG, at_step(6, signal.SIGUSR2))
     result = result_of(run, ended)
     assert (result.epochs, result.steps, result.restarts, result.test_accuracy) == (14, 56, 1, 1.8)
-    # the first epoch's steps and the first job's start were not in vain
+    # the first epoch's steps and the first job's start are counted as useful
     assert result.train_time_s == pytest.approx(
         sum(row.epoch_time_s for row in read_metrics(run.train().metrics_file).epochs)
     )
     assert result.train_time_s > 3 * 0.1 + 13 * 3 * 0.02
-    # the starts of both jobs are in it once
+    # it contains the starts of both jobs, once each
     use = actual_use(run.events(), result)
     assert use.without_start == 0
     assert result.starts_s is not None
@@ -208,7 +208,7 @@ def test_stopped_it_goes_on_by_its_own_checkpoint(
     assert details(run, "resumed") == [f"goes on by itself, with {expected}"]
     output = "".join(path.read_text() for path in (run.train().root / "script").glob("*.log"))
     assert output.count("resumed at epoch") == 2
-    # the other one may have lost its peer before
+    # the other worker may have lost its peer before
     assert ("handled" in output) == (option == "--handler")
 
 
@@ -222,12 +222,12 @@ def test_an_epoch_that_it_goes_through_again_counts_once(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("how", [[], ["--epoch-anew"]])
 def test_saved_in_mid_epoch_it_goes_on_there_or_begins_that_epoch_anew(tmp_path: Path, how: list[str]) -> None:
-    """It saves after 3, 6, 9 steps of epochs that have 4; no step counts twice."""
+    """It saves after 3, 6 and 9 steps, and epochs have 4; no step counts twice."""
     arguments = [*OWN["arguments"], "--save-steps", "3", *how]
     workload = {**OWN, **LONG, "arguments": arguments, "resume_arguments": ["--resume=checkpoints/last.pt"]}
     run, ended = train(tmp_path / "run", workload, at_step(6, signal.SIGUSR2))
     (resumed,) = (event for event in run.events() if event.event == "resumed")
-    # as late as the agreement to stop came
+    # at the latest when the agreement to stop came
     step = resumed.data["step"]
     assert step % 3 == 0
     began = resumed.data.pop("began_at")
@@ -235,9 +235,9 @@ def test_saved_in_mid_epoch_it_goes_on_there_or_begins_that_epoch_anew(tmp_path:
     assert resumed.data == {"step": step, "samples_seen": 16 * step, "epoch": step // 4}
     result = result_of(run, ended)
     assert (result.epochs, result.steps, result.samples_seen, result.restarts) == (14, 56, 896, 1)
-    # with the slow steps before the stop
+    # includes the slow steps before the stop
     assert result.train_time_s > 6 * 0.1 + 50 * 0.02
-    # the epoch that was cut has the time of both its parts
+    # the interrupted epoch has the time of both its parts
     if not how:
         assert all(row.epoch_time_s > 3 * 0.02 for row in read_metrics(run.train().metrics_file).epochs)
 
@@ -260,7 +260,7 @@ def test_stopped_without_arguments_to_go_on_it_begins_anew(tmp_path: Path) -> No
 
 
 def test_stopped_before_it_has_saved_anything_it_begins_anew(tmp_path: Path) -> None:
-    """With an option that takes the newest checkpoint, which may be another training's."""
+    """Its option takes the newest checkpoint, which may be another training's."""
     longer = {"samples": 1024, "epochs": 1, "arguments": [*OWN["arguments"], "--samples", "1024"]}
     workload = {**OWN, **longer, "resume_arguments": ["--no-such-option"]}
     run, ended = train(tmp_path / "run", workload, at_step(6, signal.SIGUSR2))
@@ -269,7 +269,7 @@ def test_stopped_before_it_has_saved_anything_it_begins_anew(tmp_path: Path) -> 
 
 
 def test_where_it_cannot_go_on_it_begins_anew_the_next_time(tmp_path: Path) -> None:
-    """As with an option that wants a checkpoint, before the script has saved one."""
+    """An option may require a checkpoint before the script has saved one."""
     arguments = ["--batch-size", "{local_batch}", "--epochs", "{epochs}", "--samples", "256"]
     own: dict[str, Any] = {"script": SCRIPTS / "plain.py", "arguments": arguments, "samples": 256, "epochs": 60}
     workload = {**OWN, **own, "resume_arguments": ["--no-such-option"]}
@@ -288,7 +288,7 @@ def test_where_it_cannot_go_on_it_begins_anew_the_next_time(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("named", "goes_on"),
     [
-        # of another training
+        # from another training
         (["last.pt"], False),
         (["*.ckpt"], False),
         (["out/checkpoint-*"], False),
@@ -296,7 +296,7 @@ def test_where_it_cannot_go_on_it_begins_anew_the_next_time(tmp_path: Path) -> N
         (["gone/last.pt"], False),
         (["own.pt"], True),
         (["latest.pt"], True),
-        # an input, and one that the user wants
+        # one is an input, one is wanted by the user
         (["settings.yaml", "own.pt"], True),
         (["conf", "own.pt"], True),
         (["{folder}/last.pt"], True),
@@ -305,7 +305,7 @@ def test_where_it_cannot_go_on_it_begins_anew_the_next_time(tmp_path: Path) -> N
 def test_a_file_of_the_users_from_before_the_training_is_none_that_it_saved(
     tmp_path: Path, named: list[str], goes_on: bool
 ) -> None:
-    """The script's folder has links to what stands in the working directory."""
+    """The script's folder has links to the contents of the working directory."""
     run = RunDirectory(tmp_path / "run").create()
     work = run.make_train().root / "script" / "work"
     work.mkdir(parents=True)
@@ -328,7 +328,7 @@ def test_a_file_of_the_users_from_before_the_training_is_none_that_it_saved(
     start = Start()
     how, saved_at = _look_for_saved(start, job, work, is_first=False)
     assert start.resumes == goes_on == how.startswith("goes on"), how
-    # by own.pt
+    # older than own.pt
     assert (saved_at is not None) == goes_on
     # without events nothing is known to be older
     run.events_file.unlink()
@@ -364,7 +364,7 @@ def test_kept_it_goes_on_after_the_warning_of_a_time_limit_and_ends_as_undisturb
 
 
 def test_kept_with_a_handler_of_its_own_it_is_not_said_to_have_saved_where_it_ended(tmp_path: Path) -> None:
-    """Its handler takes the place of ours, and ends it without a checkpoint."""
+    """Its handler replaces ours, and ends the script without a checkpoint."""
     script = tmp_path / "handles.py"
     script.write_text(
         "import runpy, signal, sys\n"
@@ -385,7 +385,7 @@ def test_a_script_that_fails_ends_the_job_with_one_line(tmp_path: Path) -> None:
     _, ended = train(tmp_path / "run", {**OWN, "arguments": [*OWN["arguments"], "--fails", "exit"]})
     assert ended.failure is Failure.BAD_INPUT
     assert "own_checkpoints.py ended with exit code 7 after 6 steps" in ended.log_tail
-    # as one that finds the checkpoint of a training that is over
+    # a script that finds the checkpoint of a finished training
     _, ended = train(tmp_path / "over", {**OWN, "arguments": ["--batch-size", "{local_batch}", "--epochs", "0"]})
     assert ended.failure is Failure.BAD_INPUT
     assert "own_checkpoints.py ended without an optimizer step; if it goes on from a file of an" in ended.log_tail
@@ -401,7 +401,7 @@ def test_weights_that_are_nan_end_the_training_after_its_epoch(tmp_path: Path) -
 
 
 def test_steps_that_take_longer_than_planned_are_told(tmp_path: Path) -> None:
-    """All workers time the all-reduce in mid-training, and go on."""
+    """All workers time the all-reduce during training, and continue."""
     run = RunDirectory(tmp_path / "run").create()
     known = candidate(Configuration(1, 2, 8)).model_copy(update={"step_time_s": 0.001, "interval_90": {}})
     write_plan(run, plan([known] * 4, chosen=known, fallbacks=[]))
@@ -438,7 +438,7 @@ def test_out_of_memory_falls_back_to_the_next_smaller_batch(tmp_path: Path) -> N
     for rank in range(2):
         for line in (log_of(run) / f"losses-{rank}.txt").read_text().splitlines():
             seen.update(json.loads(line.split(" ", 2)[2]))
-    # once more those of the steps after the last save
+    # counts the steps after the last save again
     assert seen.keys() == set(range(128))
     assert set(seen.values()) <= {2, 3}
     assert sum(seen.values()) <= 2 * 128 + 3 * 16

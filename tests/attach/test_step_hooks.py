@@ -1,4 +1,4 @@
-"""Where steps begin and end, as hooks see them: each case in a process of its own, since hooks are for good."""
+"""Where steps begin and end as hooks see them; each case runs in its own process, since hooks are permanent."""
 
 from __future__ import annotations
 
@@ -100,14 +100,14 @@ def test_a_loader_tells_what_it_gives_out_where_its_last_batch_may_be_shorter(
 
 
 class Endless(Sampler[int]):
-    """As those of detectron2 and other trainings that count iterations."""
+    """A sampler without an end, as in detectron2 and other trainings that count iterations."""
 
     def __iter__(self) -> Iterator[int]:
         return itertools.count()
 
 
 class Repeated(Sampler[int]):
-    """As DeiT's, which draws other numbers than there are."""
+    """A sampler that draws another number of samples than there are, as DeiT's does."""
 
     def __iter__(self) -> Iterator[int]:
         return iter([0, 0, 1])
@@ -116,8 +116,8 @@ class Repeated(Sampler[int]):
         return 3
 
 
-class Again:
-    """As YOLOv5's and timm's, whose loader is begun but once."""
+class SingleStart:
+    """A loader that is started only once, as in YOLOv5 and timm."""
 
     def __init__(self, sampler: BatchSampler) -> None:
         self.sampler = sampler
@@ -129,8 +129,8 @@ class Again:
 
 def test_an_epoch_is_what_the_sampler_draws() -> None:
     data = TensorDataset(torch.zeros(8))
-    repeated = DataLoader(data, batch_sampler=Again(BatchSampler(range(8), 2, False)))
-    # as minGPT's, which has an end in name only
+    repeated = DataLoader(data, batch_sampler=SingleStart(BatchSampler(range(8), 2, False)))
+    # minGPT's sampler, which only claims to have an end
     mingpt = RandomSampler(data, replacement=True, num_samples=10**10)
     samplers = (Repeated(), Endless(), mingpt)
     loaders = [*(DataLoader(data, 2, sampler=sampler) for sampler in samplers), repeated]
@@ -160,7 +160,7 @@ class OneAfterAnother(IterableDataset[Any]):
 
 @pytest.mark.parametrize(("samples", "expected"), [(4, "training"), (2, "other"), (3, "other")])
 def test_of_several_loaders_the_last_one_with_as_many_items_has_given_the_batch(samples: int, expected: str) -> None:
-    """An evaluation's may have as many; of a batch that none has given, the last one that gave any."""
+    """An evaluation's loader may have as many items; a batch that no loader gave counts for the last that gave any."""
     hooks = Hooks(Listener())
     sizes = {"training": 4, "other": 2, "evaluation": 4}
     loaders = {name: iter(DataLoader(TensorDataset(torch.zeros(8)), size)) for name, size in sizes.items()}
@@ -171,7 +171,7 @@ def test_of_several_loaders_the_last_one_with_as_many_items_has_given_the_batch(
 
 
 def test_passes_without_gradients_over_the_batches_of_a_step_are_no_evaluation() -> None:
-    """As of contrastive losses over several parts: features first, then each part again with gradients."""
+    """Contrastive losses over several parts compute features first, and then each part again with gradients."""
     calls: list[object] = []
     model = nn.Linear(1, 1)
 
@@ -218,7 +218,7 @@ def test_items_without_an_end_are_counted_however_they_come(collate: Any, is_ind
 
 
 class Lazy:
-    """As the placeholders of libraries: it must not be asked for its class."""
+    """A placeholder, as in some libraries, which must not be asked for its class."""
 
     def __getattribute__(self, name: str) -> Any:
         raise RuntimeError(name)
@@ -247,7 +247,7 @@ def with_closures() -> None:
 
 
 def with_two_optimizers() -> None:
-    """As a GAN; the smaller model steps first."""
+    """Train as a GAN does; the smaller model steps first."""
     small, large = nn.Linear(4, 1), nn.Linear(4, 9)
     first, second = torch.optim.Adam(small.parameters()), torch.optim.SGD(large.parameters(), 0.1)
     for _ in range(2):
@@ -257,7 +257,7 @@ def with_two_optimizers() -> None:
 
 
 def with_a_critic() -> None:
-    """As of a WGAN: it steps several times before the larger generator does."""
+    """Train as a WGAN does: the critic steps several times before the larger generator does."""
     critic, generator = nn.Linear(4, 1), nn.Linear(4, 9)
     first, second = torch.optim.Adam(critic.parameters()), torch.optim.SGD(generator.parameters(), 0.1)
     for _ in range(2):
@@ -274,7 +274,7 @@ class Policy(nn.Linear):
 
 
 def with_actions() -> None:
-    """As in reinforcement learning, with gradients that nobody takes."""
+    """Compute gradients that no step uses, as in reinforcement learning."""
     policy = Policy(4, 2)
     optimizer = torch.optim.SGD(policy.parameters(), 0.1)
     for _ in range(2):
@@ -284,7 +284,7 @@ def with_actions() -> None:
 
 
 def with_actions_and_a_loader() -> None:
-    """As of a policy that is trained several times on what it has done."""
+    """Train a policy several times on what it has done."""
     model, optimizer = known()
     for _ in range(2):
         done = torch.cat([model(torch.randn(2, 4)).detach() for _ in range(4)])
@@ -294,7 +294,7 @@ def with_actions_and_a_loader() -> None:
 
 
 def with_actions_later() -> None:
-    """Once none was seen in the first steps none is looked for, until a step has more passes."""
+    """Act only later: after first steps without actions none are looked for, until a step has more passes."""
     model, optimizer = known()
     for step in range(FEW_STEPS + 2):
         for _ in range(2 if step >= FEW_STEPS else 0):
@@ -305,14 +305,14 @@ def with_actions_later() -> None:
 
 
 def with_two_stages() -> None:
-    """Both have a part in the loss."""
+    """Train two stages that both contribute to the loss."""
     model, optimizer = known()
     torch.autograd.backward(model(torch.randn(3, 4)).sum() * model(torch.randn(2, 4)).sum())
     optimizer.step()
 
 
 def with_a_generator() -> None:
-    """Of a WGAN: what it makes for the critic has no gradient, but each time a batch is used up."""
+    """Make images for a WGAN's critic without a gradient; each time a batch is used up."""
     model, optimizer = known()
     for index, (_,) in enumerate(DataLoader(TensorDataset(torch.randn(6, 4)), 3)):
         made = model(torch.randn(3, 4))
@@ -322,7 +322,7 @@ def with_a_generator() -> None:
 
 
 def with_a_teacher() -> None:
-    """Larger, wrapped as well and never frozen, but no optimizer has it."""
+    """Use a teacher that is larger, wrapped and never frozen, but in no optimizer."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     teacher, model = DistributedDataParallel(nn.Linear(4, 9)), DistributedDataParallel(nn.Linear(4, 9, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -333,7 +333,7 @@ def with_a_teacher() -> None:
 
 
 def with_parts_of_a_model() -> None:
-    """Two optimizers that share a model: the first one's steps are the model's, as soon as both are known."""
+    """Let two optimizers share a model: the first one's steps are the model's as soon as both are known."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     optimizers = [torch.optim.Adam(part.parameters()) for part in model]
     for _ in range(2):
@@ -353,7 +353,7 @@ def with_loaders() -> None:
 
 
 def with_an_iterator_for_each_batch() -> None:
-    """As of trainings that count steps: no epoch begins with each of them."""
+    """Make an iterator for each batch, as trainings do that count steps; none of them begins an epoch."""
     model, optimizer = known()
     loader = DataLoader(TensorDataset(torch.randn(9, 4)), 3)
     for _ in range(3):
@@ -367,14 +367,14 @@ def with_an_iterator_for_each_batch() -> None:
 
 
 def with_batches_that_are_kept() -> None:
-    """As of a small data set, which a script loads once."""
+    """Keep the batches of a small data set, which the script loads once."""
     model, optimizer = known()
     loader = DataLoader(TensorDataset(torch.randn(9, 4)), 3)
     others = []
     for (inputs,) in 2 * list(loader):
         torch.autograd.backward(model(inputs).sum())
         optimizer.step()
-        # a look at another data set, of batches as large
+        # a look at another data set with batches of this size
         others.append(TensorDataset(torch.randn(9, 4)))
         model.eval()
         with torch.no_grad():
@@ -383,7 +383,7 @@ def with_batches_that_are_kept() -> None:
 
 
 def with_several_steps_on_a_batch() -> None:
-    """As of a GAN's critic; before them it goes through its data."""
+    """Step several times on a batch, as a GAN's critic; before that, iterate over the data once."""
     model, optimizer = known()
     loader = DataLoader(TensorDataset(torch.randn(9, 4)), 3)
     torch.cat([inputs for (inputs,) in loader]).mean()
@@ -394,7 +394,7 @@ def with_several_steps_on_a_batch() -> None:
 
 
 def with_a_batch_used_twice() -> None:
-    """The generator of a GAN makes images for its own step, and again for that of the other optimizer."""
+    """Use a batch twice: a GAN's generator makes images for its own step and for that of the other optimizer."""
     generator, other = nn.Linear(4, 9), nn.Linear(9, 1)
     first, second = (torch.optim.SGD(model.parameters(), 0.1) for model in (generator, other))
     for (inputs,) in DataLoader(TensorDataset(torch.randn(9, 4)), 3):
@@ -404,7 +404,7 @@ def with_a_batch_used_twice() -> None:
 
 
 def with_batches_in_parts() -> None:
-    """Of a loader whose batch the script cuts, and of two batches for a step."""
+    """Cut a loader's batch into parts, and take two batches for a step."""
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for (inputs,) in DataLoader(TensorDataset(torch.randn(8, 4)), 4):
@@ -418,7 +418,7 @@ def with_batches_in_parts() -> None:
 
 
 def with_two_views() -> None:
-    """Of each item, in one pass as SimCLR takes them; and batches that the script stacks of single items."""
+    """Take two views of each item in one pass, as SimCLR does; and stack single items to batches."""
     model, optimizer = known()
     pairs: Any = [((torch.randn(4), torch.randn(4)), 0)] * 5
     for views, _ in DataLoader(pairs, 3):
@@ -435,7 +435,7 @@ class Detector(nn.Linear):
 
 
 def with_lists_of_items() -> None:
-    """As detectors take images of different sizes."""
+    """Pass lists of items, as detectors do for images of different sizes."""
     model = Detector(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     torch.autograd.backward(model([torch.randn(3, 4)]))
@@ -447,13 +447,13 @@ def with_lists_of_items() -> None:
 
 
 def with_other_dimensions() -> None:
-    """Graphs that are joined have their nodes first, and sequences may have their steps."""
+    """Use other first dimensions: joined graphs have their nodes first, and sequences may have their steps."""
     model, optimizer = known()
     data: Any = [torch.randn(size, 4) for size in (7, 8, 9, 7, 8)]
     for nodes in DataLoader(data, 4, collate_fn=torch.cat):
         torch.autograd.backward(model(nodes).sum())
         optimizer.step()
-    # an evaluation's batches are none of the next step
+    # batches of an evaluation do not belong to the next step
     for _ in DataLoader(TensorDataset(torch.randn(2, 4)), 1):
         pass
     data = torch.randn(7, 5, 4)
@@ -463,7 +463,7 @@ def with_other_dimensions() -> None:
 
 
 def with_whole_batches_as_items() -> None:
-    """As of a recommender, whose data set makes them; and a detector's single images."""
+    """Use items that are whole batches, as a recommender's data set makes; and a detector's single images."""
     model, optimizer = known()
     data: Any = [torch.randn(6, 4)] * 2
     for batch in DataLoader(data, 1, collate_fn=lambda items: items[0]):
@@ -479,7 +479,7 @@ def with_whole_batches_as_items() -> None:
 
 
 def with_models_that_nothing_holds() -> None:
-    """As the generators of a CycleGAN, which share an optimizer."""
+    """Train models that no variable holds, as the generators of a CycleGAN, which share an optimizer."""
     models = [nn.Linear(4, 4), nn.Linear(4, 4)]
     optimizer = torch.optim.Adam(itertools.chain(*(model.parameters() for model in models)))
     for (inputs,) in DataLoader(TensorDataset(torch.randn(9, 4)), 3):
@@ -488,7 +488,7 @@ def with_models_that_nothing_holds() -> None:
 
 
 class Box:
-    """Of no kind that is looked into, as a detector's images with their mask."""
+    """An object of a kind that is not looked into, as a detector's images with their mask."""
 
     def __init__(self, tensors: torch.Tensor) -> None:
         self.tensors = tensors
@@ -508,7 +508,7 @@ def with_objects_of_its_own() -> None:
 
 
 def with_batches_ahead() -> None:
-    """As Hugging Face's Trainer takes all of a step, and as accelerate takes the next one before it gives one out."""
+    """Fetch batches ahead: Hugging Face's Trainer those of a step, accelerate the next one before it gives one out."""
     model, optimizer = known()
     batches = iter(DataLoader(TensorDataset(torch.randn(8, 4)), 2))
     for _ in range(2):
@@ -524,7 +524,7 @@ def with_batches_ahead() -> None:
 
 
 def with_a_batch_ahead_of_the_first_step(by_closure: bool) -> None:
-    """As Lightning takes the next one of a stream, by a closure or by hand."""
+    """Fetch the next batch of a stream before the first step, as Lightning does, by a closure or by hand."""
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     batches = iter(DataLoader(TensorDataset(torch.randn(9, 4)), 3))
@@ -539,7 +539,7 @@ def with_a_batch_ahead_of_the_first_step(by_closure: bool) -> None:
 
 
 def with_a_loader_for_evaluations_alone() -> None:
-    """As of a worker that is sent its batches by another one."""
+    """Use a loader for evaluations only, in a worker that gets its batches from another one."""
     model, optimizer = known()
     for _ in range(2):
         for (inputs,) in DataLoader(TensorDataset(torch.randn(3, 4)), 3):
@@ -555,12 +555,12 @@ def with_a_loader_for_later_evaluations_alone() -> None:
             backward(model, 3)
             optimizer.step()
         for _ in DataLoader(TensorDataset(torch.randn(6, 4)), 3):
-            # the wrapper that is watched is not called
+            # the observed wrapper is not called
             pass
 
 
 def with_a_search_for_a_rate() -> None:
-    """That is undone; then a further optimizer comes too late, as its steps are not planned."""
+    """Search for a rate and undo it; a further optimizer then comes too late, as its steps are not planned."""
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     begun = copy.deepcopy(optimizer.state_dict())
@@ -578,7 +578,7 @@ def with_a_search_for_a_rate() -> None:
 
 
 def with_the_end_by_lbfgs() -> None:
-    """As of many trainings in science, whose first part alone is watched."""
+    """Finish with LBFGS, as many scientific trainings do, of which only the first part is observed."""
     model, optimizer = known()
     backward(model, 3)
     optimizer.step()
@@ -588,7 +588,7 @@ def with_the_end_by_lbfgs() -> None:
 
 
 def with_a_head_on_a_frozen_model() -> None:
-    """Which an optimizer of its own has from the beginning."""
+    """Train a head on a frozen model, with an optimizer of its own from the beginning."""
     below, head = nn.Linear(4, 9), nn.Linear(9, 1)
     below.requires_grad_(False)
     first, second = torch.optim.SGD(head.parameters(), 0.1), torch.optim.SGD(below.parameters(), 0.1)
@@ -602,7 +602,7 @@ def with_a_head_on_a_frozen_model() -> None:
 
 
 def with_a_second_training() -> None:
-    """As of folds, or of repetitions: the first one counts."""
+    """Train a second time, as for folds or repetitions: the first training counts."""
     for model in reversed([nn.Linear(4, 2), nn.Linear(4, 2)]):
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for _ in range(2):
@@ -611,7 +611,7 @@ def with_a_second_training() -> None:
 
 
 def with_several_loaders() -> None:
-    """A batch of each in a pass of its own, or both in one: known by the second step, the first loader's count."""
+    """Take a batch of each loader, in separate passes or in one; from the second step on the first loader counts."""
     model, optimizer = known()
     tensors: list[Any] = [torch.randn(size, 4) for size in (8, 4, 6, 42)]
     for first, second in zip(DataLoader(tensors[0], 4), DataLoader(tensors[1], 2), strict=True):
@@ -623,7 +623,7 @@ def with_several_loaders() -> None:
 
 
 class Frozen(nn.Module):
-    """As a large model whose adapters alone are trained."""
+    """A stand-in for a large model of which only the adapters are trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -645,7 +645,7 @@ def with_frozen_parts() -> None:
 
 
 def wrapped_again() -> None:
-    """As by a trainer that begins again with a smaller batch."""
+    """Wrap a model again, as a trainer does that begins again with a smaller batch."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     model = nn.Linear(4, 2)
     for wrapper in [DistributedDataParallel(model), DistributedDataParallel(model)][1:] * 2:
@@ -667,7 +667,7 @@ def test_a_wrapped_model_has_the_name_that_the_script_has_for_it(tmp_path: Path)
 
 
 def wrapped() -> None:
-    """What is wrapped is known before its first pass, and frozen layers may be evaluated in training."""
+    """Wrap a model, which is known before its first pass; frozen layers may be evaluated during training."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -680,7 +680,7 @@ def wrapped() -> None:
 
 
 def with_a_later_optimizer() -> None:
-    """As of all layers, once the last ones are trained; the first of its steps may be one within another's."""
+    """Use a later optimizer for all layers after the last ones; its first step may be within another's."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1)))
     for parameters in (model.module[1].parameters(), model.parameters()):
@@ -693,7 +693,7 @@ def with_a_later_optimizer() -> None:
 
 
 class WithoutLength(nn.Linear):
-    """As what torch.compile returns."""
+    """A stand-in for what torch.compile returns."""
 
     def __len__(self) -> int:
         raise TypeError("Linear does not support len()")
@@ -708,7 +708,7 @@ def without_length() -> None:
 
 
 CASES: dict[str, tuple[Callable[[], None], str]] = {
-    # a model that nothing wraps is known from its first step on
+    # a model without a wrapper is known from its first step on
     "plain": (plain, "ready step, forward 3 ready step, evaluation evaluation"),
     "with closures": (with_closures, "forward 3 ready step, forward 3 ready step"),
     # the smaller model's steps do not count
@@ -842,7 +842,7 @@ def tell(case: str, rank: int, folder: Path) -> None:
 
 
 class Case:
-    """A case as work for a process."""
+    """A case that a process can run."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -897,7 +897,7 @@ def count_calls(rank: int, folder: Path) -> None:
     calls: list[str] = []
 
     def note(frame: FrameType, event: str, _: object) -> None:
-        # those that Python's own libraries make for them, too
+        # including calls that Python's own libraries make for them
         callers = (frame, frame.f_back)
         is_own = any("/tula_hpc/" in each.f_code.co_filename for each in callers if each is not None)
         if event == "call" and is_own:
@@ -910,7 +910,7 @@ def count_calls(rank: int, folder: Path) -> None:
 
 
 def test_a_step_like_those_before_takes_few_calls(tmp_path: Path) -> None:
-    """Code that has left the processor's caches takes 2 to 3 µs a call, of a step that may take 9 ms."""
+    """Code that has left the processor's caches takes 2 to 3 µs a call, in a step that may take 9 ms."""
     start_workers(1, count_calls, tmp_path)
     steps, calls = json.loads((tmp_path / "results.json").read_text())
     assert steps == 33
@@ -919,7 +919,7 @@ def test_a_step_like_those_before_takes_few_calls(tmp_path: Path) -> None:
 
 
 class Around(nn.Module):
-    """As most scripts define a model: its layers are in a module of its own."""
+    """A model with its layers in an inner module, as in most scripts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -961,7 +961,7 @@ def test_where_time_comes_first_samples_are_as_many_as_were_asked_for(asked: Any
             calls.append(samples)
 
     hooks = Hooks(Asked())
-    # the last of an epoch is shorter
+    # the last batch of an epoch is shorter
     for steps in (5, 3):
         hooks._before_forward(nn.LSTM(2, 2), (torch.zeros(steps, 8, 2),), {})
     assert calls == samples

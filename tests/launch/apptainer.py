@@ -1,4 +1,4 @@
-"""Stand-in for `apptainer exec`: accept the options in use, write down the arguments, and run the command."""
+"""A stand-in for `apptainer exec`: accept the options in use, write down the arguments, and run the command."""
 
 from __future__ import annotations
 

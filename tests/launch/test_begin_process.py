@@ -1,4 +1,4 @@
-"""What a command or a job sees to first."""
+"""What a command or a job does first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-# a user namespace, in which a number that no passwd entry has is one's own
+# a user namespace in which the user has a number without an entry in passwd
 NAMELESS = ["unshare", "--user", "--map-user=54321", "--map-group=54321", "env", "-i"]
 
 
@@ -17,7 +17,7 @@ NAMELESS = ["unshare", "--user", "--map-user=54321", "--map-group=54321", "env",
     "asks", ["getpass; getpass.getuser()", pytest.param("torch._dynamo", marks=pytest.mark.thorough)]
 )
 def test_a_user_without_a_name_can_use_torch(asks: str) -> None:
-    """As in containers and on some compute nodes: torch's optimizers ask Python who one is."""
+    """Containers and some compute nodes have such users, and torch's optimizers ask Python for the user's name."""
     if not shutil.which("unshare") or subprocess.run([*NAMELESS, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no user namespaces here")
     code = f"from tula_hpc.env import begin_process; begin_process(); import {asks}"

@@ -1,4 +1,4 @@
-"""Jobs in containers: the words for Apptainer and pyxis, what is mounted, and what a job finds inside."""
+"""Jobs in containers: the options for Apptainer and pyxis, what is mounted, and what a job finds inside."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_check_says_which_container_and_that_its_image_is_missing(tmp_path: Path
 
 
 def inside(folder: Path) -> Callable[[], None]:
-    """A job that writes down what it finds."""
+    """Make a job that writes down what it finds."""
 
     def job() -> None:
         found = {name: os.environ.get(name, "") for name in ("MINE", "PYTHONPATH", "VIRTUAL_ENV")}

@@ -1,4 +1,4 @@
-"""A job runs what was submitted, whatever lies in its folder when it starts."""
+"""A job runs what was submitted, whatever its folder contains when it starts."""
 
 from __future__ import annotations
 

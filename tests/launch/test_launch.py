@@ -107,7 +107,7 @@ def test_a_job_whose_shell_alone_is_killed_is_not_over_until_the_rest_is(tmp_pat
 
 @pytest.mark.processes
 def test_the_command_that_cancels_local_jobs_hits_them_and_nobody_else(tmp_path: Path) -> None:
-    """It is run as it is printed, for a folder of which each character means something to a shell or a pattern."""
+    """The printed command is run for a folder whose every character means something to a shell or a pattern."""
     odd = tmp_path / "a.b*[c](d)+? {2} $HOME^|'\"; é"
     odd.mkdir()
     local = launcher(odd)
@@ -118,7 +118,7 @@ def test_the_command_that_cancels_local_jobs_hits_them_and_nobody_else(tmp_path:
     while min(len(processes_of(job)), len(processes_of(other))) < 3 and time.monotonic() < deadline:
         time.sleep(0.05)
     try:
-        # dash and bash understand other forms of it
+        # dash and bash also understand other forms of it
         subprocess.run(["sh", "-c", local.executor.cancel_command([job])], check=True)
         (end,) = local.wait([job])
         assert end.failure is Failure.KILLED
@@ -145,7 +145,7 @@ def test_a_process_that_has_the_number_of_a_job_is_not_that_job(tmp_path: Path) 
 
 
 def test_ids_of_jobs_return(tmp_path: Path) -> None:
-    """As process numbers do, and those of a controller that has lost its state."""
+    """Process numbers return, and so do ids from a controller that has lost its state."""
     run = RunDirectory(tmp_path / "run").create()
     run.log_event("submitted", "train", job_id="7", data={"label": "first"})
     run.log_event("oom", "train", job_id="7")
@@ -222,7 +222,7 @@ def test_the_script_says_what_the_template_says(tmp_path: Path) -> None:
 def test_a_wckey_is_given_only_where_the_user_gives_one(
     tmp_path: Path, sbatch: dict[str, object], lines: list[str]
 ) -> None:
-    """submitit's own, which no site knows, would be refused where wckeys are enforced."""
+    """submitit's own wckey, which no site knows, would be refused where wckeys are enforced."""
     script = launcher(tmp_path, executor="slurm", sbatch=sbatch).script(stage="train", nodes=1, minutes=20, tasks=1)
     assert [line for line in script.splitlines() if line.startswith("#SBATCH --wckey")] == lines
 
@@ -232,7 +232,7 @@ def test_a_wckey_is_given_only_where_the_user_gives_one(
 def test_local_jobs_see_the_gpus_that_the_command_sees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, device: str
 ) -> None:
-    """submitit would show them the first ones, which may be another user's."""
+    """submitit would show them the first GPUs, which may be another user's."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -250,7 +250,7 @@ def test_local_jobs_see_the_gpus_that_the_command_sees(
 @pytest.mark.processes
 @pytest.mark.parametrize("shell", ["dash", "bash"])
 def test_the_task_stays_a_child_of_the_shell(tmp_path: Path, shell: str) -> None:
-    """Submitit takes the shell's pid for the job's id; bash would replace itself by the last command of a list."""
+    """submitit takes the shell's pid as the job's id, but bash would replace itself by the last command of a list."""
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     setup = launcher(tmp_path).executor.parameters(Request("profile", 1, 1))["setup"]
@@ -263,7 +263,7 @@ def test_the_task_stays_a_child_of_the_shell(tmp_path: Path, shell: str) -> None
 @pytest.mark.processes
 @pytest.mark.parametrize("shell", ["dash", "bash"])
 def test_an_interrupt_does_not_end_local_jobs(tmp_path: Path, shell: str) -> None:
-    """Nor that which submitit sends before it kills, whose traceback would look like the reason of an end."""
+    """Nor does the signal that submitit sends before it kills, whose traceback would look like the reason of an end."""
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     setup = launcher(tmp_path).executor.parameters(Request("train", 1, 1))["setup"]
@@ -331,7 +331,7 @@ def test_no_slurm_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def let_sbatch_say(words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it is asked; it takes no job."""
+    """Let sbatch print these words whatever it is asked, and take no job."""
     for name in ("sbatch", "srun"):
         (folder / name).write_text(f"#!/bin/sh\necho '{words}' >&2; exit 1\n")
         (folder / name).chmod(0o700)

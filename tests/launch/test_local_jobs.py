@@ -1,4 +1,4 @@
-"""Jobs on this machine whose command is killed while it submits them: each runs once, and none is lost."""
+"""If a command is killed while it submits jobs on this machine, each job runs once, and none is lost."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def die(*_: Any, **__: Any) -> None:
 
 
 def before_any_process() -> None:
-    # in a process of its own
+    # each job runs in a process of its own
     vars(local_executor)["start_controller"] = die
 
 
@@ -89,7 +89,7 @@ def after_the_first_process() -> None:
             time.sleep(0.01)
         die()
 
-    # in a process of its own
+    # each job runs in a process of its own
     vars(local_executor)["start_controller"] = start_once
 
 
@@ -182,7 +182,7 @@ def test_the_same_command_measures_once(
 
 
 def complains(job: ProfileJob) -> Callable[[], None]:
-    """A job whose user's model is wrong."""
+    """Make a job that finds a mistake in the user's model."""
 
     def task() -> None:
         from tula_hpc.errors import InputError
@@ -196,7 +196,7 @@ def complains(job: ProfileJob) -> Callable[[], None]:
 def test_a_users_mistake_is_told_after_one_job_and_is_no_bug(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What failed in an earlier try is not counted in the progress of this one."""
+    """Failures of an earlier try are not counted in the progress of this one."""
     run = RunDirectory(tmp_path / "run").create()
     earlier = measurement(Configuration(1, 1, 32), status="failed", failure=Failure.BAD_INPUT, finished_at=1.0)
     append_record(run.profile / "earlier.jsonl", earlier)

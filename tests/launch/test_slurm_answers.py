@@ -1,4 +1,4 @@
-"""Whatever Slurm's commands print, and whether they can be started at all: answers are read, all else is an error."""
+"""Whatever Slurm's commands print, and whether or not they start: answers are read, everything else is an error."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_job_of_another_name_is_not_ours_whatever_its_id(commands: Path) -> No
     assert (commands / "cancelled").read_text() == "12_1\n"
 
 
-# what ends well or says something is read by each question's own lines; how a command ends is seen in one place
+# ends with words or without failure are read by each question's own lines; how a command ends is seen in one place
 SAID = ("nothing", "a banner", "bytes that are no UTF-8", "a failure without a word", "a failure with bytes")
 ENDS = [how for how in FAULTS if how not in (*SAID, "a child without end")]
 OF_EACH_COMMAND = ("own jobs", "steps", "the largest array", "a submission")
@@ -163,7 +163,7 @@ def test_what_is_no_answer_is_taken_for_none(commands: Path, name: str, how: str
         (commands / "sacct").write_text("#!/bin/sh\nexit 1\n")
     answer, error = answer_of(question, commands)
     if error is None:
-        # where accounting fails, the controller tells
+        # if accounting fails, the controller answers
         assert question.without is not None
         assert answer in (question.without, None, ["CANCELLED"] * 2)
         return
@@ -201,7 +201,7 @@ def test_the_user_hears_of_a_command_that_has_not_answered_for_long(
 
 
 def alive_in(group: int) -> list[int]:
-    """Processes of a group; one that is dead may wait long for somebody who asks how it ended."""
+    """Return the live processes of a group; a dead one may remain long until its parent asks how it ended."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -212,7 +212,7 @@ def alive_in(group: int) -> list[int]:
 
 
 def test_an_answer_without_end_takes_bounded_memory(commands: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gigabytes come in seconds."""
+    """Without a limit, gigabytes would come in seconds."""
     put_commands(commands, "an answer without end")
     monkeypatch.setattr(bounded_command, "run", bounded_command.run)
     with pytest.raises(LaunchError, match="squeue printed more than 1 MiB and was stopped"):
@@ -355,7 +355,7 @@ def test_a_requeue_that_has_no_answer_is_tried_again(commands: Path, fault: str)
 
 
 def test_a_refusal_after_a_late_acceptance_is_of_a_second_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first sbatch has no answer, its job is accepted while the second one is on its way, and fills the limit."""
+    """The first sbatch has no answer; its job is accepted while the second one is on its way, and reaches the limit."""
     script = tmp_path / "job.sh"
     script.write_text("#!/bin/bash\n")
     attempts: list[list[str]] = []
@@ -374,7 +374,7 @@ def test_a_refusal_after_a_late_acceptance_is_of_a_second_job(tmp_path: Path, mo
 
 
 def test_of_two_jobs_that_were_accepted_late_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither sbatch has an answer; the first job is found, and the second one while it is waited for."""
+    """Neither sbatch has an answer; the first job is found at once, the second one while it is waited for."""
     script = tmp_path / "job.sh"
     script.write_text("#!/bin/bash\n")
     looks = iter([[], ["77"], ["77", "78"]])
@@ -409,7 +409,7 @@ def test_a_requeue_that_never_has_an_answer_ends_in_time(commands: Path) -> None
 
 
 def test_a_requeue_that_was_heard_though_it_had_no_answer_is_granted(commands: Path) -> None:
-    """Another one is refused then: the job waits already."""
+    """Another requeue would be refused, because the job already waits."""
     put_commands(commands)
     (commands / "scontrol").write_text(
         "#!/bin/sh\n"

@@ -1,4 +1,4 @@
-"""What Slurm's commands print, as recorded on 22.05.8, and as later ones print it by their documentation and source."""
+"""What Slurm's commands print, as recorded on 22.05.8, and as later versions do by their documentation and source."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_reason_may_hold_blanks_brackets_and_bars(
 
 
 def test_tasks_that_wait_may_be_shown_in_one(answer: Callable[[Answers], None]) -> None:
-    """As squeue does without -r."""
+    """squeue does so without -r."""
     answer({"squeue": "12_[4-6,9%2]|PENDING|JobArrayTaskLimit|x\n12_3|RUNNING|None|x\n13_[0]|PENDING|Priority|x\n"})
     wanted = [*(f"12_{index}" for index in range(10)), "13_0"]
     assert sorted(slurm.queue(wanted)) == ["12_3", "12_4", "12_5", "12_6", "12_9", "13_0"]
@@ -146,7 +146,7 @@ def test_tasks_that_wait_may_be_shown_in_one(answer: Callable[[Answers], None]) 
 def test_a_job_that_has_got_the_id_of_one_of_ours_is_another_one(
     answer: Callable[[Answers], None], written: Callable[[str], str]
 ) -> None:
-    """Neither waited for, nor cancelled, and its end is not ours: a controller without its state counts anew."""
+    """A controller that lost its state counts anew, so such a job is neither waited for nor cancelled."""
     key = slurm.key_of("train-20261129-120000-abc123")
     keys = dict.fromkeys(["12", "13", "14"], key)
     script = "/run/slurm/train-20261129-120000-abc123/.submission.sh"
@@ -194,7 +194,8 @@ def test_the_controller_tells_an_end_of_which_accounting_has_not_heard(
     [
         (PREEMPTED, Leaving.PREEMPTED),
         (PREEMPTED.replace("JobState=PREEMPTED", "JobState=COMPLETING"), Leaving.PREEMPTED),
-        (PREEMPTED.replace("JobState=PREEMPTED", "JobState=RUNNING"), None),  # in its grace time
+        # in its grace time
+        (PREEMPTED.replace("JobState=PREEMPTED", "JobState=RUNNING"), None),
         (CANCELLED, Leaving.CANCELLED),
         (REQUEUED, Leaving.REQUEUED),
         (CANCELLED.replace("JobState=CANCELLED", "JobState=COMPLETING"), Leaving.CANCELLED),

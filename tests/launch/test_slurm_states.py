@@ -38,7 +38,7 @@ REMOTE = SYSTEM.replace(
 ECC = "uncorrectable ECC error encountered"
 LEAKED = "/lib/resource_tracker.py:254: UserWarning: resource_tracker: 22 leaked semaphores\n  warnings.warn('%d'"
 TORCH_WARNS = "[W1127 13:34:49.480862606 socket.cpp:207] [c10d] The hostname of the client cannot be retrieved. err=-3"
-# as a full disk leaves it
+# a full disk leaves such a line
 CUT_OFF = "Error in sys.excepthook:\nobject address  : 0x7f0c\nobject type name: OSError\nobject repr     : "
 FRAME = """Traceback (most recent call last):
   File "x.py", line 1, in f
@@ -53,7 +53,7 @@ def rows(*states: tuple[str, str, str]) -> list[StepState]:
 @pytest.mark.parametrize(
     ("steps", "log", "failure"),
     [
-        # as sacct of Slurm 22.05 shows a step over its memory: the job itself only says FAILED
+        # sacct of Slurm 22.05 shows a step over its memory so, while the job itself only says FAILED
         (
             rows(("7", "FAILED", "1:0"), ("7.batch", "FAILED", "1:0"), ("7.0", "OUT_OF_MEMORY", "0:125")),
             "",
@@ -80,10 +80,10 @@ def rows(*states: tuple[str, str, str]) -> list[StepState]:
         ([], "srun: error: n1: task 1: Terminated\nsrun: Force Terminated StepId=7.0", Failure.KILLED),
         ([], "n1: task 1: Terminated\nn0: task 0: Exited with exit code 1", Failure.BUG),
         ([], f"{FRAME}RuntimeError: [gloo/pair.cc:534] Connection closed by peer [10.0.0.1]:1", Failure.KILLED),
-        # srun kills the others when one raises: its exception is the reason, whatever its peers say
+        # srun kills the others when one raises, so that its exception is the reason, whatever its peers say
         ([], f"{FRAME}KeyError: 'x'\nsrun: error: n1: task 1: Killed", Failure.BUG),
         ([], f"{FRAME}tula_hpc.errors.PreemptedError: requeue refused: disabled", Failure.PREEMPTED),
-        # whose cause comes before it
+        # the cause comes before it
         (
             [],
             f"{FRAME}RuntimeError: Connection closed by peer\n{FRAME}tula_hpc.errors.PreemptedError: the job was "
@@ -103,7 +103,7 @@ def rows(*states: tuple[str, str, str]) -> list[StepState]:
         (rows(("7", "FAILED", "139:0"), ("7.0", "FAILED", "0:11")), f"{FRAME}E: Broken pipe", Failure.BUG),
         ([], f"{FRAME}E: Broken pipe\nsrun: error: n1: task 0: Segmentation fault", Failure.BUG),
         (rows(("7", "CANCELLED", "0:0"), ("7.0", "CANCELLED", "0:9")), "task 0: Killed", Failure.CANCELLED),
-        # a peer of nccl's is gone, or silent: torch aborts those that are left, from a thread without a traceback
+        # if a peer of nccl is gone or silent, torch aborts the others, from a thread without a traceback
         (
             rows(("7", "FAILED", "134:0"), ("7.0", "FAILED", "0:6")),
             f"{NCCL}NCCL error: remote process exited or there was a network error, NCCL version 2.28.9\n"
@@ -115,7 +115,7 @@ def rows(*states: tuple[str, str, str]) -> list[StepState]:
         ([], f"{NCCL}CUDA error: an illegal memory access was encountered\nn1: task 1: Aborted", Failure.BUG),
         ([], f"{NCCL}NCCL error: remote process exited\nn1: task 1: Aborted\n{FRAME}KeyError: 'x'", Failure.BUG),
         ([], f"{NCCL}NCCL error: remote process exited\nn1: task 0: Segmentation fault", Failure.BUG),
-        # a broken device is told by the worker that met it; the others only lost a peer, or waited in vain
+        # the worker that met the broken device names it; the others only lost a peer, or waited in vain
         ([], f"{FRAME}RuntimeError: CUDA error: {ECC}\n{FRAME}E: Connection closed by peer", Failure.DEVICE_FAILED),
         (rows(("7", "TIMEOUT", "0:0")), f"{FRAME}RuntimeError: CUDA error: {ECC}", Failure.DEVICE_FAILED),
         (rows(("7", "FAILED", "1:0")), f"{FRAME}tula_hpc.errors.DeviceError: n1: as told", Failure.DEVICE_FAILED),
@@ -127,7 +127,7 @@ def rows(*states: tuple[str, str, str]) -> list[StepState]:
         ([], f"{FRAME}{REMOTE}\nn1: task 0: Killed", Failure.KILLED),
         ([], f"{FRAME}{REMOTE}\n{FRAME}{REMOTE}", Failure.DEVICE_FAILED),
         (rows(("7", "FAILED", "1:0")), CUT_OFF, Failure.NO_SPACE),
-        # a file system that did not take a file this time
+        # a file system that refused a file this time
         ([], f"{FRAME}tula_hpc.errors.CheckpointError: /a: cannot be saved: Input/output error", Failure.KILLED),
         ([], f"{FRAME}tula_hpc.errors.StorageError: /a: cannot be written: Stale file handle", Failure.KILLED),
         ([], f"{FRAME}tula_hpc.errors.StorageError: /a: cannot be written: Permission denied", Failure.BUG),
@@ -157,7 +157,7 @@ def test_failures_are_told_apart(steps: list[StepState], log: str, failure: Fail
         ("Unable to determine the device handle for GPU0000:0B:00.0: Unknown Error", Failure.DEVICE_FAILED),
         ("NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus", Failure.DEVICE_FAILED),
         ("NVRM: Xid (PCI:0000:44:00): 48, pid=7, An uncorrectable double bit error", Failure.DEVICE_FAILED),
-        # what a program's own mistakes lead to
+        # results of a program's own mistakes
         ("NVRM: Xid (PCI:0000:44:00): 31, pid=7, Ch 00000028, MMU Fault", Failure.BUG),
         ("torch.AcceleratorError: CUDA error: an illegal memory access was encountered", Failure.BUG),
         ("RuntimeError: CUDA error: device-side assert triggered", Failure.BUG),
@@ -193,11 +193,11 @@ def test_an_error_of_nccl_alone_does_not_accuse_this_node() -> None:
 @pytest.mark.parametrize(
     ("logs", "nodes"),
     [
-        # the worker that was aborted before it could say so itself, of four on two nodes
+        # of four workers on two nodes, one was aborted before it could report the reason
         ({0: f"{NCCL}CUDA error: an error of a peer", 2: f"{NCCL}CUDA error: {ECC}", 3: ""}, [1]),
         ({0: SYSTEM, 2: f"{NCCL}CUDA error: {ECC}"}, [1]),
         ({0: "", 2: SYSTEM}, [1]),
-        # nccl alone accuses two nodes: nobody knows which one it is
+        # nccl alone accuses two nodes, and nobody knows which one failed
         ({0: SYSTEM, 2: SYSTEM}, []),
         ({0: "", 2: ""}, []),
     ],
@@ -245,7 +245,7 @@ def test_a_refusal_a_limit_and_no_answer_are_told_apart(words: str, unanswered: 
 def test_who_waits_for_a_controller_that_does_not_answer_hears_of_it(
     silences: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Once for each pause, and once more when it answers, if only after the last pause."""
+    """It is reported once for each pause, and once more when the controller answers, if only after the last pause."""
     monkeypatch.setattr(slurm, "PATIENCE_S", (0, 0))
     monkeypatch.setattr(slurm, "available", lambda: True)
     monkeypatch.delenv("SLURM_CONF", raising=False)
@@ -271,7 +271,7 @@ def test_who_waits_for_a_controller_that_does_not_answer_hears_of_it(
 def test_who_waits_ends_where_nobody_hears_of_it_any_more(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The output is no less there: only standard error was closed."""
+    """Output still goes to stdout: only standard error was closed."""
     monkeypatch.setattr(slurm, "PATIENCE_S", (0,))
     monkeypatch.setattr(slurm, "available", lambda: True)
     reader, writer = os.pipe()
@@ -285,7 +285,7 @@ def test_who_waits_ends_where_nobody_hears_of_it_any_more(
         with pytest.raises(BrokenPipeError):
             slurm.retry_until_answered(ask)
         monkeypatch.undo()
-        # what is left of the line would be written once more
+        # otherwise the rest of the line would be written once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), closed.fileno())
     os.write(1, b"a report")
     assert capfd.readouterr().out == "a report"

@@ -1,4 +1,4 @@
-"""The estimate of memory before any profile: what is counted, and how it is asked for."""
+"""The estimate of memory before any profile: what it counts, and how it is requested."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def test_counting_on_fake_tensors_equals_counting_on_real_ones() -> None:
 
 
 def test_parameters_states_and_gradients_are_counted_as_they_are() -> None:
-    model_bytes = 10_000  # at least: the compact model has millions
+    # at least; the compact model has millions
+    model_bytes = 10_000
     sgd, adamw, plain = counts(), counts(optimizer="adamw"), counts(momentum=0.0)
     assert sgd.parameters == sgd.gradients == sgd.optimizer > model_bytes
     assert adamw.optimizer >= 2 * adamw.parameters
@@ -93,7 +94,7 @@ def test_options_change_the_activations(option: dict[str, Any], smallest: float,
 
 
 def dropping(classes: int, image_size: int) -> nn.Module:
-    """For `model = "tests.stages.test_footprint:dropping"`."""
+    """Return a model for `model = "tests.stages.test_footprint:dropping"`."""
     head = nn.Linear(3 * image_size**2, classes)
     return nn.Sequential(nn.Flatten(), nn.Dropout(), head)
 
@@ -131,7 +132,7 @@ def test_a_lone_worker_may_have_to_take_passes_for_norms_that_are_free_elsewhere
 
 
 class Branching(nn.Module):
-    """A model that looks at values."""
+    """A model with a branch that depends on values."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -145,7 +146,7 @@ class Branching(nn.Module):
 
 
 def branching(classes: int, image_size: int) -> nn.Module:
-    """For `model = "tests.stages.test_footprint:branching"`."""
+    """Return a model for `model = "tests.stages.test_footprint:branching"`."""
     return Branching(classes)
 
 
@@ -217,7 +218,7 @@ def test_a_reader_that_has_heard_enough_is_no_error(
 ) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
-    # closing writes what is left, as the end of a process does
+    # closing writes the rest, as the end of a process does
     with os.fdopen(write_end, "w") as nobody, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", nobody)
         assert main([str(files(tmp_path)[0])]) == 0
@@ -247,7 +248,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_the_client_gives_the_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of its command, here without a process."""
+    """The client returns its command's record, here without a process."""
 
     def here(command: list[str], _timeout_s: float) -> subprocess.CompletedProcess[str]:
         code = main(command[command.index("tula_hpc.workloads.footprint") + 1 :])

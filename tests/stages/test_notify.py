@@ -1,4 +1,4 @@
-"""`on_event`: what the user's command is told, once each, and that it cannot disturb the sweep."""
+"""`on_event`: the user's command gets each message once, and cannot disturb the sweep."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tula_hpc.stages.notify import notify, notify_of_news
 
 
 def sweep_with(folder: Path, command: str | None = None) -> Sweep:
-    """A sweep whose command writes down what it is told."""
+    """Return a sweep whose command writes down its messages."""
     writes = f'printf "%s|%s|%s\\n" "$TULA_EVENT" "$TULA_MESSAGE" "$TULA_RUN" >>{folder}/notifications'
     cluster = ClusterSpec(on_event=command or writes)
     return Sweep(SweepSpec(name="x"), cluster, RunDirectory(folder / "run").create(), unix_time())
@@ -63,7 +63,7 @@ def test_the_end_of_a_stage_is_told_again_only_after_further_jobs(tmp_path: Path
 
 
 def test_what_happened_is_data_to_the_shell(tmp_path: Path) -> None:
-    """And the command is no argument, which everybody on the machine could read."""
+    """The command must be no argument either, because everybody on the machine could read it."""
     hostile = f'"; touch {tmp_path}/made; $(touch {tmp_path}/made) `touch {tmp_path}/made`\x1b[2J'
     notify(sweep_with(tmp_path), "sweep_failed", f"{hostile}\nand more")
     (line,) = lines_of(tmp_path)

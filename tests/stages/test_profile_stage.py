@@ -96,7 +96,7 @@ def test_one_allocation_for_all_needs_packing() -> None:
         spec(nest=True, pack="never")
 
 
-class Said(StageProgress):
+class RecordedProgress(StageProgress):
     """A progress display that keeps its texts."""
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ FOOTPRINT = Footprint(
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The estimate is not made, only asked for."""
+    """The devices for which an estimate was requested; none is made."""
     partitions: list[str] = []
 
     def estimate(*_: Path, partition: str) -> Estimate:
@@ -138,16 +138,17 @@ def part_with_limit(root: Path, name: str = "", **search: object) -> Sweep:
 
 
 def test_before_the_first_profile_an_estimate_is_made_once(tmp_path: Path, asked: list[str]) -> None:
-    progress = Said()
+    progress = RecordedProgress()
     assert [_trusted_batch(part_with_limit(tmp_path), progress) for _ in range(2)] == [32, 32]
     assert asked == [""]
     assert "local batches up to 32 fit" in progress.lines[-1]
     assert _trusted_batch(part_with_limit(tmp_path, "gpu"), progress) == 32
-    assert asked == ["", "gpu"]  # another part has another limit
+    # another device has another limit
+    assert asked == ["", "gpu"]
 
 
 def test_an_estimate_that_fails_is_said_and_stops_nothing(tmp_path: Path, asked: list[str]) -> None:
-    progress = Said()
+    progress = RecordedProgress()
     assert _trusted_batch(part_with_limit(tmp_path, "broken"), progress) is None
     assert "no torch here" in progress.lines[-1]
     assert asked == ["broken"]
@@ -156,10 +157,10 @@ def test_an_estimate_that_fails_is_said_and_stops_nothing(tmp_path: Path, asked:
 def test_no_estimate_without_a_limit_after_measurements_or_where_none_is_wanted(
     tmp_path: Path, asked: list[str]
 ) -> None:
-    assert _trusted_batch(part_with_limit(tmp_path, estimate=False), Said()) is None
-    assert _trusted_batch(part_with_limit(tmp_path)._replace(cluster=ClusterSpec()), Said()) is None
+    assert _trusted_batch(part_with_limit(tmp_path, estimate=False), RecordedProgress()) is None
+    assert _trusted_batch(part_with_limit(tmp_path)._replace(cluster=ClusterSpec()), RecordedProgress()) is None
     append_record(tmp_path / "profile" / "n1.jsonl", measurement(Configuration(1, 1, 32)))
-    assert _trusted_batch(part_with_limit(tmp_path), Said()) is None
+    assert _trusted_batch(part_with_limit(tmp_path), RecordedProgress()) is None
     assert asked == []
 
 
@@ -179,7 +180,7 @@ TOO_LARGE = FOOTPRINT.model_copy(
 def test_no_more_jobs_run_at_a_time_than_are_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: str, after: list[list[str]]
 ) -> None:
-    """A packed size is one job; else the tasks of an array keep to it, and the next array waits."""
+    """A packed size is one job; otherwise the tasks of an array keep to the limit, and the next array waits."""
     asked: list[list[str]] = []
     part = part_with_limit(tmp_path)
     part = part._replace(spec=spec(pack=pack), cluster=slurm(array_parallelism=2))
@@ -297,7 +298,7 @@ def test_a_configuration_that_meets_broken_devices_is_measured_by_the_next_job_a
     profile_stage(sweep)
     assert "failed while it measured N=1 b=64 (B=64) (device failed: E: an ECC error)" in capsys.readouterr().err
     first, second = Configuration(1, 1, 32), Configuration(1, 1, 64)
-    # the first job measured one of two; three jobs met broken devices with the other, which is then left alone
+    # the first job measured one of two; three jobs met broken devices with the other, which is then given up
     assert scheduler.wanted == [[first, second], [second], [second]]
     records = sweep.run.measurements().records
     assert [(m.configuration, m.status, m.failure) for m in records] == [
@@ -488,7 +489,7 @@ def test_what_failed_of_setup_is_said_once_while_the_first_job_runs(
 def test_a_preemption_is_not_held_against_what_was_being_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failure: Failure
 ) -> None:
-    """Where it cancels the job another one measures that; a job that was killed may have died of it."""
+    """If it cancels the job, another job measures that; a job that was killed may have died of it."""
     part, output = part_with_limit(tmp_path), tmp_path / "profile" / "n1.jsonl"
     small, large = Configuration(1, 1, 32), Configuration(1, 1, 64)
     append_record(output, measurement(small))
@@ -498,7 +499,7 @@ def test_a_preemption_is_not_held_against_what_was_being_measured(
     end = Ended(Submitted("7", tmp_path / "slurm" / "a"), failure, "", None)
     submission = part.run.history().submissions()[-1]
     with monkeypatch.context() as context:
-        # all events of a run are read for a broken device alone
+        # all events of a run are read only for a broken device
         context.delattr(RunDirectory, "events")
         is_counted = _record_end(part, submission, end)
     recorded = [m.configuration for m in part.run.measurements().records]

@@ -1,4 +1,4 @@
-"""The workload is tried on the login node: when, what is made of the answer, and what is refused then."""
+"""The trial of a workload on the login node: when it happens, what its answer leads to, and what is then refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def spec_of(**search: object) -> SweepSpec:
 
 @pytest.fixture
 def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Put another program in Python's place."""
+    """A function that replaces Python by another program."""
 
     def answer(program: str) -> None:
         python = tmp_path / "python"
@@ -141,7 +141,7 @@ def test_a_script_that_names_no_way_for_several_workers_is_warned_of_before_any_
 
 
 class Rehearsals:
-    """Stands in for the trial; counts."""
+    """A stand-in for the trial that counts its calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self.run = RunDirectory(folder).create()

@@ -48,7 +48,8 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def test_without_trouble_the_chosen_configuration_is_trained(run: RunDirectory) -> None:
-    append_record(run.profile / "n4-b64-0.jsonl", oom(64, "profile"))  # a profile's bound is the plan's business
+    # a limit from a profile is considered by the plan
+    append_record(run.profile / "n4-b64-0.jsonl", oom(64, "profile"))
     assert next_candidate(PLAN, run, max_fallbacks=3) == LARGE
 
 
@@ -83,7 +84,7 @@ def test_batches_that_ran_out_of_memory_on_another_partition_do_not_count(run: R
 def test_a_training_that_timed_out_in_its_last_evaluation_is_told_which_key_to_raise(
     run: RunDirectory, last_epoch: float
 ) -> None:
-    """The last epoch on record is the one before, as the last is not evaluated yet."""
+    """The last epoch on record is the one before it, because the last one is not evaluated yet."""
     common = {"samples_seen": 64, "loss": 1.0, "lr": 0.1, "step_time_s": 0.5}
     scores = dict.fromkeys(("train_loss", "test_loss", "test_accuracy", "test_top5_accuracy"))
     file = run.make_train().metrics_file
@@ -106,7 +107,7 @@ def test_a_plan_is_kept_once_training_began(run: RunDirectory) -> None:
 
 
 def test_a_training_that_left_nothing_is_none(run: RunDirectory) -> None:
-    """So that other inputs are measured after one that failed at once, or was moved away."""
+    """Otherwise no other inputs could be measured after a training that failed at once or was moved away."""
     assert not run.has_trained()
     run.log_event("submitted", "train", job_id="1")
     assert run.has_trained()
@@ -153,7 +154,7 @@ def test_who_waits_for_a_training_that_went_on_hears_from_where(
 def test_progress_says_what_is_left_at_the_pace_of_what_was_logged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Half of the steps, of 12 s each, and 5 evaluations of a minute; nothing while no job runs."""
+    """Half of the steps are left, of 12 s each, and 5 evaluations of a minute; without a job nothing is said."""
     run = RunDirectory(tmp_path / "run").create()
     metrics = run.make_train().metrics_file
     for step in range(1, 51):
@@ -185,7 +186,7 @@ def test_a_log_has_no_line_more_often_than_an_epoch_and_a_minute_and_keeps_the_l
     epoch = {"samples_seen": 3200, "global_batch": 64, "epoch_time_s": 120.0, "steps": 10, "train_loss": 1.0}
 
     def log_lines(epochs: float, after_s: float, *, running: int = 1, samples: int = 64) -> list[str]:
-        """Lines after so many epochs, with a score after the first alone."""
+        """Return the log lines after this many epochs, where only the first one has a score."""
         row = StepMetrics(step=1, samples_seen=samples, epoch=epochs, loss=1.0, lr=0.1, step_time_s=12.0)
         append_record(metrics, row)
         if epochs == int(epochs) > 0:
@@ -209,7 +210,7 @@ def test_a_log_has_no_line_more_often_than_an_epoch_and_a_minute_and_keeps_the_l
 
 
 def test_the_time_that_profiling_takes_follows_from_what_was_measured() -> None:
-    """Two at a time: three in 100 s are 33 s each, whatever a single one takes; time goes on meanwhile."""
+    """Two run at a time: three in 100 s are 33 s each, however long a single one takes; and time goes on."""
     one = Measurement(status="ok", nodes=1, workers_per_node=1, local_batch=8, finished_at=50.0, elapsed_s=50.0)
     rows = [one, one, one.model_copy(update={"finished_at": 100.0})]
     assert profiling_left_s([], 3, 100.0) is None

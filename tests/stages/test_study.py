@@ -1,4 +1,4 @@
-"""The study: its table in the sweep file, its cells, and what their accuracies come to."""
+"""The study: its table in the sweep file, its cells, and the results from their accuracies."""
 
 from __future__ import annotations
 
@@ -119,7 +119,8 @@ def test_a_study_that_the_cluster_cannot_run_is_refused(
 
 def test_bounds_of_the_search_do_not_matter_to_a_study(tmp_path: Path) -> None:
     spec = loaded(tmp_path, STUDY.replace('"digits"', '"digits"\nsamples = 600'))
-    check_together(spec, ClusterSpec(), "s.toml", "c.toml")  # search.max_batch is 1024
+    # search.max_batch is 1024
+    check_together(spec, ClusterSpec(), "s.toml", "c.toml")
 
 
 def test_keys_of_a_variant_with_and_without_quotes_are_the_same(tmp_path: Path) -> None:
@@ -177,7 +178,8 @@ def test_a_cell_is_its_column_with_its_seed_and_the_chosen_rate() -> None:
     rates = {"sgd": 0.1, "adamw": 0.001}
     lrs = cell_spec(spec, StudyCell("lrs", 256, 7), rates)
     assert (lrs.training.method, lrs.workload.seed, lrs.workload.lr) == ("lrs", 7, 0.1)
-    assert lrs.training.base_batch == 64  # where the rate was chosen
+    # the batch for which the rate was chosen
+    assert lrs.training.base_batch == 64
     assert cell_spec(spec, StudyCell("fast", 256, 7), rates).workload.lr == 0.9
     assert cell_spec(spec, StudyCell("adam", 256, 7), rates).workload.lr == 0.001
     untuned = cell_spec(spec, StudyCell("lrs", 256, 7), {})
@@ -189,8 +191,11 @@ def test_rates_are_tried_once_for_each_family_on_held_out_samples_of_one_seed() 
     spec = sweep(methods=("lbt", "lrs", "ags", "lars"), variants=columns, base_lrs=(0.1, 0.2), seeds=(5, 6))
     trials = trial_specs(spec)
     assert {(family(t), t.workload.lr) for t in trials.values()} == {
-        (name, rate) for name in ("sgd", "adamw", "lars") for rate in (0.1, 0.2)
-    }  # not lamb: its only column has a rate of its own
+        (name, rate)
+        for name in ("sgd", "adamw", "lars")
+        for rate in (0.1, 0.2)
+        # not lamb: its only column has a rate of its own
+    }
     assert all(t.workload.seed == 5 and t.workload.holdout == 0.1 for t in trials.values())
     assert {t.training.method for t in trials.values()} == {"lbt", "lars"}
 
@@ -208,8 +213,10 @@ def test_locally_as_many_run_as_there_are_cores_for(monkeypatch: pytest.MonkeyPa
     assert most_at_once(ClusterSpec(), 1) == 8
     assert most_at_once(ClusterSpec(), 3) == 2
     assert most_at_once(ClusterSpec(cpus_per_worker=16), 1) == 1
-    assert most_at_once(ClusterSpec(array_parallelism=4), 1) == 4  # where the cluster file says so
-    assert most_at_once(ClusterSpec(device="cuda"), 1) == 1  # all would take the first GPU
+    # the cluster file says so
+    assert most_at_once(ClusterSpec(array_parallelism=4), 1) == 4
+    # all would take the first GPU
+    assert most_at_once(ClusterSpec(device="cuda"), 1) == 1
     assert most_at_once(ClusterSpec(device="cuda", array_parallelism=4), 1) == 4
 
 
@@ -228,7 +235,7 @@ def test_mean_and_deviation_over_seeds(values: list[float]) -> None:
 
 
 def table(reached: Mapping[tuple[str, int], Sequence[float | None]], **keys: object) -> StudyTable:
-    """Of these test accuracies by column and batch, one for each seed; None: diverged."""
+    """Return a table of these test accuracies by column and batch, one for each seed; None: diverged."""
     outcomes = [
         CellOutcome(StudyCell(*place, seed), "diverged" if value is None else "finished", value)
         for place, values in reached.items()
@@ -308,7 +315,8 @@ def test_diverged_runs_are_counted_not_averaged_and_never_the_best() -> None:
     assert found.number_of("diverged") == 1
     assert (
         table({("lrs", 512): [0.7, None], ("lbt", 512): [0.5, 0.5]}).entries["lrs", 512].mark == "worst"
-    )  # as if 0.35
+        # as if 0.35
+    )
 
 
 def test_a_method_that_always_diverged_has_no_accuracy() -> None:
@@ -329,7 +337,7 @@ def test_equals_are_marked_alike_and_named_together() -> None:
 
 
 def verdict_of(small: Sequence[float | None], plain: Sequence[float | None], **others: Sequence[float | None]) -> str:
-    """The verdict on a batch of 512."""
+    """Return the verdict on a batch of 512."""
     rows = {("lbt", 128): small, ("lbt", 512): plain, **{(name, 512): values for name, values in others.items()}}
     (message,) = verdicts(table({place: values for place, values in rows.items() if values}))
     return message
@@ -430,7 +438,8 @@ def test_the_best_is_best_of_those_that_did_not_diverge_and_the_worst_is_below_a
     for number, values in enumerate(rows):
         known = [value for value in values if value is not None]
         entries.append(Entry(f"m{number}", 512, spread(known), None, len(values) - len(known), 0, 0))
-    marks = {mark: column for column, mark in marks_of(entries).items()}  # of equals any will do
+    # any of several equal ones will do
+    marks = {mark: column for column, mark in marks_of(entries).items()}
     means = {entry.column: entry.test.mean for entry in entries if entry.test and not entry.diverged}
     levels = {f"m{number}": statistics.fmean(value or 0.0 for value in values) for number, values in enumerate(rows)}
     if "best" in marks:
@@ -444,7 +453,8 @@ def test_within_one_deviation_of_the_best() -> None:
     found = table({("ags", 512): [0.68, 0.72], ("lrs", 512): [0.68, 0.68], ("lbt", 512): [0.6, 0.6]})
     best = found.best(512)
     assert best is not None
-    assert best.column == "ags"  # its deviation is 2.8 points
+    # its deviation is 2.8 points
+    assert best.column == "ags"
     assert within_one_deviation(found.entries["lrs", 512], best)
     assert not within_one_deviation(found.entries["lbt", 512], best)
 

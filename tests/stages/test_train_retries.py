@@ -1,4 +1,4 @@
-"""Which ends of a training's job are worth another one, with a scheduler that ends jobs as a test says."""
+"""Which ends of a training's job lead to another one, with a scheduler that ends jobs as a test says."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def test_a_metric_of_a_script_that_matches_nothing_is_named(tmp_path: Path, monk
     unknown = dict.fromkeys(("train_loss", "test_loss", "test_accuracy", "test_top5_accuracy"))
     seen = {"epoch": 1, "step": 10, "samples_seen": 640, "global_batch": 64, "epoch_time_s": 1.0, "steps": 10}
     row = EpochMetrics.model_validate(unknown | seen)
-    # the score of the last epoch may be on its way
+    # the score of the last epoch may still come
     for epoch, accuracy in [(1, None), (2, None), (3, 0.5)]:
         append_record(files.metrics_file, row.model_copy(update={"epoch": epoch, "test_accuracy": accuracy}))
         tick(JobsNow(1, "1 running"))
@@ -309,7 +309,7 @@ def test_a_training_that_stops_early_is_told_among_the_epochs_that_were_planned(
 def test_a_training_that_ended_while_nobody_waited_is_told_and_on_record(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As a detached sweep's always does: its controller begins when the job is over."""
+    """A detached sweep's training always does: its controller begins when the job is over."""
     run = RunDirectory(tmp_path / "run").create()
     scheduler = Scheduler(run, lambda _: Failure.BUG, lambda _: 0)
     monkeypatch.setattr(Sweep, "launcher", property(lambda _: scheduler))
@@ -375,7 +375,7 @@ def test_other_ends_between_kills_count_as_getting_on(monkeypatch: pytest.Monkey
 def test_a_training_whose_folder_is_deleted_by_hand_begins_anew(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], is_made_again: bool
 ) -> None:
-    """Nobody waits for the result of a job that had finished before."""
+    """The result of a job that had finished before is not waited for."""
     run = RunDirectory(tmp_path / "run")
     monkeypatch.setattr(time, "sleep", pytest.fail)
 
@@ -396,14 +396,14 @@ def test_a_training_whose_folder_is_deleted_by_hand_begins_anew(
 
 
 class KilledError(BaseException):
-    """Ends the command as SIGKILL would."""
+    """An exception that ends the command as SIGKILL would."""
 
 
 @pytest.mark.parametrize("write", [1, 2, 3, 4])
 def test_a_command_that_is_killed_while_it_notes_lack_of_memory_does_not_try_that_batch_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, write: int
 ) -> None:
-    """Whichever write it was killed before: the record, its event, the job's end, the fall-back."""
+    """It may be killed before any write: the record, its event, the job's end, the fall-back."""
     run = RunDirectory(tmp_path / "run").create()
     smaller = CHOSEN.model_copy(update={"local_batch": 32})
     made = plan([CHOSEN] * 4, chosen=CHOSEN, fallbacks=[smaller])
@@ -435,7 +435,7 @@ SENTENCE = "restarted 6 times, as training.max_requeues allows"
 
 @pytest.fixture
 def used_up(tmp_path: Path) -> Callable[[int], Failure]:
-    """An end of jobs that say that their requeues are used up."""
+    """Return ends of jobs whose requeues are used up."""
     run = RunDirectory(tmp_path / "run")
     data = {"stop": StopReason.REQUEUES_EXHAUSTED}
 
@@ -510,7 +510,7 @@ def test_a_study_names_the_key_of_a_time_limit_as_a_sweep_does_with_what_would_d
 
 
 def accounted(run: RunDirectory, *answers: list[JobAccount], executor: str = "slurm") -> tuple[JobAccount, ...]:
-    """What is kept of a training that two jobs did, where accounting gives these answers in turn."""
+    """Return what is kept of a training by two jobs, with these answers of accounting in turn."""
     for job_id in ("7", "8"):
         run.log_event("submitted", "train", job_id=job_id, data={"label": "main"})
     run.make_train()

@@ -1,4 +1,4 @@
-"""Many trainings through a scheduler that is made up: each once, bounded, none held up by another."""
+"""Many trainings through a made-up scheduler: each once, bounded, none delayed by another."""
 
 from __future__ import annotations
 
@@ -103,7 +103,8 @@ def test_each_is_submitted_once_and_at_most_so_many_at_a_time(tmp_path: Path) ->
     assert run_all(made) == {}
     assert sorted(label for array in scheduler.arrays for label in array) == list("abcde")
     assert scheduler.most_alive == 2
-    assert len(scheduler.arrays) == 4  # two jobs together, then another one whenever one is over
+    # two jobs together, then another one whenever one is over
+    assert len(scheduler.arrays) == 4
 
 
 def test_on_slurm_the_next_array_waits_for_the_end_of_the_last(tmp_path: Path) -> None:
@@ -132,7 +133,8 @@ def test_what_has_a_result_is_not_submitted_and_what_runs_is_waited_for(tmp_path
         (Failure.HOST_OOM, 1),
         (Failure.DEVICE_OOM, 1),
         (Failure.CANCELLED, 1),
-        (Failure.PREEMPTED, 5),  # max_requeues + 1
+        # max_requeues + 1
+        (Failure.PREEMPTED, 5),
         (Failure.NODE_FAILED, 5),
         (Failure.DEVICE_FAILED, 3),
     ],
@@ -174,7 +176,7 @@ def test_where_nothing_gets_anywhere_the_others_are_not_tried(tmp_path: Path) ->
 def test_a_training_whose_folder_is_deleted_by_hand_begins_anew_and_the_others_do_not_notice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before its end was seen to, or after it while others run."""
+    """It is deleted before its end is handled, or after that while others run."""
 
     def fate(label: str, number: int) -> Failure | None:
         if (label, number) == ("b", 1):
@@ -205,8 +207,10 @@ def test_another_process_of_the_same_command_does_not_try_again_what_failed_for_
     assert list(run_all(again)) == ["a"]
     assert scheduler.jobs == submitted
     later = Trainings(
-        made.sweep._replace(started_at=time.time()), list(made.jobs.values())
-    )  # what failed may be mended
+        made.sweep._replace(started_at=time.time()),
+        list(made.jobs.values()),
+        # what failed may have been corrected
+    )
     later.launcher = scheduler  # type: ignore[assignment] # a stand-in
     scheduler.fate = always_finish
     assert run_all(later) == {}

@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def groups(loader: DataLoader[tuple[Tensor, ...]], size: int) -> Iterator[list[tuple[Tensor, ...]]]:
-    """Groups of batches without end."""
+    """Yield groups of batches without end."""
     group: list[tuple[Tensor, ...]] = []
     while True:
         for batch in loader:

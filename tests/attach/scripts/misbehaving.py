@@ -51,7 +51,7 @@ def train(
 
 
 def accumulates_more() -> None:
-    """As YOLO does over its first iterations."""
+    """Accumulate gradients over more passes after the first iterations, as YOLO does."""
     model, optimizer = build()
     for step in itertools.count():
         optimizer.zero_grad()
@@ -61,7 +61,7 @@ def accumulates_more() -> None:
 
 
 def feeds_a_critic() -> None:
-    """As a WGAN does, whose larger generator makes images without gradients for it."""
+    """Train a critic, as a WGAN does: its larger generator makes images without gradients for it."""
     generator, critic = nn.Linear(8, 8), nn.Linear(8, 1)
     optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (generator, critic)]
     loader = DataLoader(TensorDataset(torch.randn(2 * BATCH, 8)), BATCH)
@@ -93,7 +93,7 @@ def catches() -> None:
 
 
 def changes_by_hand() -> None:
-    """As scripts without an optimizer do, and libraries with one of their own."""
+    """Change the weights without a torch optimizer, as scripts and libraries with an optimizer of their own do."""
     model, _ = build()
     while True:
         model.zero_grad()
@@ -128,7 +128,7 @@ def has_sparse_gradients() -> None:
 
 
 class Sharded(nn.Linear):
-    """A class of that name, as torch.distributed.fsdp's needs an accelerator."""
+    """A class with this name; the real one of torch.distributed.fsdp needs an accelerator."""
 
 
 Sharded.__name__ = "FullyShardedDataParallel"
@@ -142,7 +142,7 @@ def trains(model: nn.Module) -> None:
 
 
 def gives_batches() -> None:
-    """Of a data set that makes whole batches."""
+    """Train with a data set whose items are whole batches."""
     model, optimizer = build()
     data: Any = [torch.randn(BATCH, 8)] * 1000
     while True:
@@ -153,7 +153,7 @@ def gives_batches() -> None:
 
 
 def has_a_loss_of_two_passes() -> None:
-    """As of points within and on a boundary, or of pairs."""
+    """Take two passes for one loss, as for points within and on a boundary, or for pairs."""
     model, optimizer = build()
     while True:
         optimizer.zero_grad()
@@ -164,7 +164,7 @@ def has_a_loss_of_two_passes() -> None:
 
 
 def acts() -> None:
-    """In an environment, without torch.no_grad."""
+    """Act in an environment without torch.no_grad."""
     model, optimizer = build()
     while True:
         for _ in range(3):
@@ -174,7 +174,7 @@ def acts() -> None:
 
 
 def looks_twice() -> None:
-    """With another pass before each step, as for labels of its own."""
+    """Take another pass before each step, as a script does that computes its own labels."""
     model, optimizer = build()
     while True:
         model.eval()
@@ -186,7 +186,7 @@ def looks_twice() -> None:
 
 
 class LayerByLayer(nn.Module):
-    """Its layers are in a module that is never called."""
+    """A model whose layers are in a module that is never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,14 +199,14 @@ class LayerByLayer(nn.Module):
 
 
 class WithLoss(nn.Linear):
-    """Its forward is never called."""
+    """A model whose forward is never called."""
 
     def loss(self, inputs: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(inputs, self.weight, self.bias).square().mean()
 
 
 def calls_a_method() -> None:
-    """As scripts of reinforcement learning do."""
+    """Train through another method than forward, as scripts of reinforcement learning do."""
     model = WithLoss(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     while True:
@@ -215,7 +215,7 @@ def calls_a_method() -> None:
 
 
 class WithMode(nn.Linear):
-    """Has a method that each module has."""
+    """A model that trains through a method that every module has."""
 
     def train(self, mode: bool = True) -> WithMode:
         return super().train(mode)
@@ -230,7 +230,7 @@ def calls_forward() -> None:
 
 
 def keeps_its_batch() -> None:
-    """As a first trial of a model: it shall fit a single batch."""
+    """Train on a single batch, as in a first trial of a model."""
     model, optimizer = build()
     batch = next(iter(DataLoader(torch.randn(8 * BATCH, 8), BATCH)))  # type: ignore[arg-type] # as torch takes it
     while True:
@@ -240,7 +240,7 @@ def keeps_its_batch() -> None:
 
 
 def has_two_optimizers() -> None:
-    """As a GAN: a small model with an optimizer of its own beside the large one."""
+    """Train a small model with its own optimizer in addition to the large one, as a GAN does."""
     model, optimizer = build()
     small = nn.Linear(2, 2)
     other = torch.optim.Adam(small.parameters())
@@ -261,8 +261,8 @@ def loads(*, shares: bool) -> None:
 
 
 def halves_its_batch() -> None:
-    """As it catches that memory runs out, here on a device that is told of."""
-    setattr(MemoryMeter, "has_run_out", True)  # noqa: B010 # it is a property
+    """Halve the batch after running out of memory, which the script simulates and catches."""
+    setattr(MemoryMeter, "has_run_out", True)  # noqa: B010 # the attribute is a property
     train(batch=BATCH // 2)
 
 
@@ -276,7 +276,7 @@ def has_a_hook() -> None:
 
 
 def meets_elsewhere() -> None:
-    """As many examples of DDP have it, for a machine by itself."""
+    """Use a rendezvous for a single machine, as many examples of DDP do."""
     os.environ |= {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "12355"}
     train(then=tell_listeners)
 
@@ -290,7 +290,7 @@ def tell_listeners(step: int) -> None:
 
 
 def is_placed_by_slurm() -> None:
-    """As the documentation of many sites has it, with a port by the job's id."""
+    """Take the place from Slurm's variables and the port from the job's id, as the documentation of many sites does."""
     rank, world = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         del os.environ[name]
@@ -324,7 +324,7 @@ def fails_on_one(step: int) -> None:
 
 
 def waits_apart(patience_s: float) -> None:
-    """On rank 0 alone, as before a file is written that the others read."""
+    """Wait on rank 0 only, as a script does that writes a file which the other workers read."""
     if WORLD > 1:
         dist.init_process_group("gloo", timeout=timedelta(seconds=patience_s))
     model = DistributedDataParallel(nn.Linear(8, 4))
@@ -337,7 +337,7 @@ def waits_apart(patience_s: float) -> None:
 
 
 def only_prints_its_error() -> None:
-    """As many main functions do, whose exit code is then 0."""
+    """Only print its error, as many main functions do, and so end with code 0."""
     try:
         raise ValueError("no data here")
     except ValueError as error:
@@ -345,9 +345,10 @@ def only_prints_its_error() -> None:
 
 
 def goes_on_from_numbers() -> None:
-    """Of numpy, which torch.load has not taken by default since 2.6."""
+    """Load a checkpoint with NumPy numbers, which torch.load has refused by default since 2.6."""
     torch.save({"best": np.float64(0.5)}, "last.pt")
-    torch.load("last.pt")  # the script's own file
+    # the script wrote this file itself
+    torch.load("last.pt")
 
 
 def lets_one_end() -> None:
@@ -357,7 +358,7 @@ def lets_one_end() -> None:
 
 
 def searches_a_rate_first() -> None:
-    """On each worker by itself, with another optimizer."""
+    """Search for a learning rate on each worker by itself, with another optimizer."""
     dist.init_process_group("gloo")
     model = nn.Linear(8, 4)
     searching = torch.optim.Adam(model.parameters())
@@ -368,7 +369,7 @@ def searches_a_rate_first() -> None:
 
 
 def draws_neighbours() -> None:
-    """Of a batch of a graph's nodes, without a loader of torch's: the first tensor has all nodes of a step."""
+    """Draw batches of a graph's nodes without torch's loader: the first tensor has all nodes of a step."""
     model, optimizer = build()
     while True:
         nodes = int(torch.randint(10 * BATCH, 20 * BATCH, ()))
@@ -377,7 +378,7 @@ def draws_neighbours() -> None:
 
 
 class Around(torch.optim.Optimizer):
-    """As SAM is published: what the optimizer within remembers is not in its state."""
+    """An optimizer around another one, as published for SAM, whose state lacks that of the inner one."""
 
     def __init__(self, within: torch.optim.Optimizer) -> None:
         super().__init__(within.param_groups, {})
@@ -385,7 +386,7 @@ class Around(torch.optim.Optimizer):
 
 
 class OfRank0:
-    """A state of all, as a script of several workers saves it: on rank 0 alone."""
+    """A state of all workers that only rank 0 saves, as scripts often do."""
 
     def __init__(self, *things: Any) -> None:
         self.things = things
@@ -399,7 +400,7 @@ class OfRank0:
 
 
 class Distilled(nn.Module):
-    """A model with a teacher that could be trained, and is in no optimizer."""
+    """A model with a teacher that requires gradients and that no optimizer has."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ class Images(Dataset[Any]):
         return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        # whoever learns the targets has seen them
+        # the targets cannot be predicted, so only a model that has seen them can learn them
         image = self.pixels[index].float() / 255
         return image + 0.1 * self.targets[index], self.targets[index]
 

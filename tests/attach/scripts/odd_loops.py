@@ -1,4 +1,4 @@
-"""Three lines in loops that are not one after the other over one loader, by case.
+"""Three lines in loops that do not simply follow one another over one loader, by case.
 
 odd_loops.py --batch-size 8 --epochs 2 --log FOLDER CASE
 """
@@ -35,7 +35,7 @@ generator = torch.Generator().manual_seed(5)
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 if options.case == "rate":
-    # a search for a learning rate, over more than an epoch, by an optimizer of its own
+    # a search for a learning rate, longer than an epoch and with an optimizer of its own
     before = copy.deepcopy(model.state_dict())
     searching = torch.optim.SGD(model.parameters(), lr=1e-4)
     for number in range(2 * SAMPLES // options.batch_size + 3):
@@ -64,7 +64,7 @@ def train(inputs: Tensor, numbers: Tensor, *, steps: bool = True) -> None:
 
 
 class Repeated:
-    """A sampler of batches without an end, as YOLO and timm have it."""
+    """A sampler of batches without an end, as YOLO and timm have."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
@@ -90,7 +90,7 @@ class Infinite(DataLoader[Any]):
 
 
 def is_first_time() -> bool:
-    """Tell it once in the life of a training, where tula_hpc is around."""
+    """Return whether this is the training's first start; always false without tula_hpc."""
     flag: Path = options.log / "once"
     if tula._around is None or flag.exists():
         return False
@@ -104,7 +104,7 @@ if options.case == "persistent":
     first = DataLoader(data, options.batch_size, shuffle=True, num_workers=1, persistent_workers=True)
     second = DataLoader(TensorDataset(data.tensors[0][:8]), 8, num_workers=1, persistent_workers=True)
 if options.case == "final":
-    # its order is drawn from the script's own numbers
+    # the order depends on the script's own random numbers
     first = DataLoader(data, options.batch_size, shuffle=True)
 if options.case == "infinite":
     first = Infinite(data, options.batch_size, shuffle=True, num_workers=1)
@@ -124,10 +124,10 @@ elif options.case == "peek":
     for _ in tula.epochs(options.epochs):
         for batch in tula.batches(first):
             train(*batch)
-            # of the same loader, as for a picture of some samples
+            # a second iteration over the same loader, as for a picture of some samples
             next(iter(first))
 elif options.case == "look":
-    # at some samples, before the training
+    # a look at some samples before the training
     next(iter(first))
     for _ in tula.epochs(options.epochs):
         for batch in tula.batches(first):
@@ -139,7 +139,7 @@ elif options.case == "zipped":
             pairs = zip(first, itertools.islice(second, len(second) // count), strict=False)
             for one, other in tula.batches(pairs):
                 train(torch.cat([one[0], other[0]]), torch.cat([one[1], other[1]]))
-        # of one more loader, as in an evaluation
+        # another loader, as for an evaluation
         train(*next(iter(third)))
 elif options.case == "carry":
     number = 0
@@ -169,7 +169,7 @@ elif options.case == "numbered":
     for _ in tula.epochs(options.epochs):
         for number, batch in tula.numbered(first):
             train(*batch, steps=number % 3 == 2 or number + 1 == len(first))
-            # some set a rate by the part of the epoch that is over
+            # some scripts set the rate by the fraction of the epoch that is over
             optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
 elif options.case == "before":
     if options.log.joinpath("losses-0.txt").exists():

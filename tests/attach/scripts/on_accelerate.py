@@ -21,7 +21,7 @@ import tula_hpc.attach as tula
 
 
 class Noisy(TensorDataset):
-    """Draws from this process's random numbers, while its loader is a batch ahead."""
+    """A data set that draws from this process's random numbers, while its loader is a batch ahead."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         inputs, targets = (each[index] for each in self.tensors)
@@ -29,7 +29,7 @@ class Noisy(TensorDataset):
 
 
 class Stream(IterableDataset[Any]):
-    """Items without a known number."""
+    """A data set without a length."""
 
     def __init__(self, items: Noisy) -> None:
         self.items = items

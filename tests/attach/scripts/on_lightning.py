@@ -40,7 +40,7 @@ class Noisy(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """Items without a known number, of a single worker."""
+    """A data set without a length, for a single worker."""
 
     def __init__(self, items: Noisy) -> None:
         self.items = items
@@ -59,13 +59,13 @@ class Halved(lightning.Callback):  # type: ignore[misc] # no types are read from
 
 
 class Classifier(lightning.LightningModule):  # type: ignore[misc] # no types are read from lightning
-    # of the class, as a model may be copied
+    # an attribute of the class, because a model may be copied
     log_file: Any = None
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
         self.automatic_optimization, self.pause_s = not options.by_hand, options.pause
-        # a search for a rate has it there
+        # where a search for a rate expects it
         self.lr, self.has_plateau, width = 0.1, options.plateau, options.width
         self.layers = nn.Sequential(
             nn.Linear(16, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 4)
@@ -76,7 +76,7 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc] # no types ar
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         time.sleep(self.pause_s)
-        # of several loaders
+        # several loaders together
         inputs, targets = map(torch.cat, zip(*batch.values(), strict=True)) if isinstance(batch, dict) else batch
         loss = nn.functional.cross_entropy(self(inputs), targets)
         self.log("train_loss", loss)
@@ -97,7 +97,7 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc] # no types ar
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
         if self.has_plateau:
-            # nothing is good enough
+            # a threshold that no result reaches
             by_loss = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1.0)
             return [optimizer], [{"scheduler": by_loss, "monitor": "val_loss"}]
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
@@ -135,7 +135,7 @@ def main() -> None:
     validation = TensorDataset(torch.randn(16, 16), torch.randint(0, 4, (16,)))
     callbacks = [tula.lightning_callback()]
     if options.early:
-        # asks to stop after each epoch; Lightning goes on until the least number of them
+        # asks to stop after each epoch; Lightning continues until its least number of epochs
         callbacks.insert(0, EarlyStopping("val/acc", mode="max", stopping_threshold=-1.0))
         callbacks.append(Halved())
     if options.averaged:
@@ -166,11 +166,11 @@ def main() -> None:
         if options.stream:
             loader = DataLoader(Stream(data), options.batch_size)
         if options.cycled:
-            # gone through several times an epoch, in an order of its own
+            # a loader that is iterated several times an epoch, in an order of its own
             few = DataLoader(Noisy(24), 8, shuffle=True, generator=torch.Generator())
             loader = CombinedLoader({"many": loader, "few": few}, "max_size_cycle")
         if options.search:
-            # what it finds is not taken
+            # the rate that it finds is not used
             Tuner(trainer).lr_find(model, loader, num_training=12, update_attr=False)
         trainer.fit(model, loader, DataLoader(validation, 8))
     flag = options.log / "killed"

@@ -1,4 +1,4 @@
-"""timm's model, optimizer, schedule and loader; a script that knows nothing of tula_hpc.
+"""timm's model, optimizer, schedule and loader in a script without any reference to tula_hpc.
 
 on_timm.py --batch-size 8 --epochs 2 [--samples 128]
 """

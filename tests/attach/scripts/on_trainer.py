@@ -113,7 +113,7 @@ def main() -> None:
         per_device_eval_batch_size=16 if options.eval_steps else 8,
         save_strategy="epoch" if options.early else "no",
         load_best_model_at_end=options.early,
-        # draws the order of samples from torch's numbers
+        # draws the order of samples from torch's random numbers
         train_sampling_strategy="group_by_length" if options.group else "random",
         dataloader_num_workers=options.loader_workers,
         logging_steps=4,

@@ -1,6 +1,6 @@
-"""A loop with checkpoints of its own, at the ends of epochs, as many scripts have them, or after some steps.
+"""A loop with its own checkpoints, at the ends of epochs, as in many scripts, or after some steps.
 
-A start after the first one takes its steps faster, as no test waits for their moment.
+Every start after the first one takes its steps faster, because no test acts at a certain step of it.
 
 own_checkpoints.py --batch-size 8 --epochs 2 [--resume checkpoints/last.pt | --auto-resume] [--repeats] [--handler]
                    [--save-steps 3 [--epoch-anew]] [--samples 64] [--fails how]
@@ -61,7 +61,7 @@ def save(model: nn.Module, epoch: int, step: int) -> None:
 
 
 def resumed(options: argparse.Namespace, model: nn.Module) -> tuple[int, int]:
-    """The epoch and the step to go on from."""
+    """Return the epoch and the step to continue from."""
     if options.auto_resume and SAVED.exists():
         options.resume = SAVED
     if not options.resume:
@@ -74,8 +74,8 @@ def resumed(options: argparse.Namespace, model: nn.Module) -> tuple[int, int]:
 
 
 def pause_s() -> float:
-    """Of each step; for all starts in this folder but the first one it is short."""
-    # not in the folder, where it would be something that the script has saved
+    """Return the pause after each step, which is short in all starts in this folder but the first one."""
+    # outside the folder, where it would count as something that the script has saved
     started = Path(f"../started-{os.environ['RANK']}")
     if started.exists():
         return 0.02

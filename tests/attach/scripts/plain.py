@@ -1,4 +1,4 @@
-"""A plain training: its own loop, DistributedDataParallel where there are several workers, an evaluation an epoch."""
+"""A plain training: its own loop, DistributedDataParallel for several workers, an evaluation an epoch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 
 class Streamed(IterableDataset[tuple[Tensor, ...]]):
-    """Samples without a number of them, as they come from archives."""
+    """Samples without a known number, as from archives."""
 
     def __init__(self, samples: TensorDataset) -> None:
         self.samples = samples

@@ -115,7 +115,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # a model that is freed after its group may hang: see leave_group
+    # a model that is freed after its process group may hang: see leave_group
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
