@@ -1,4 +1,4 @@
-"""What the workers of `tula_hpc.check` do on their nodes, as far as one process without a GPU can show it."""
+"""What the workers of `tula_hpc.check` do on their nodes, as far as one process without a GPU can show."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def place(rank: int, world_size: int = 2, folder: Path = Path()) -> WorkerEnviro
 
 
 def agreed(folder: Path, *reports: RankReport) -> list[Skip | None]:
-    """What the workers of these reports decide, each in a thread, over a real store."""
+    """Return what the workers with these reports decide, each in a thread, over a real store."""
 
     def decide(report: RankReport) -> Skip | None:
         peers = Peers(place(report.rank, len(reports), folder))
@@ -60,7 +60,7 @@ def report(rank: int, uuid: str = "", *, interface: str = "", device: bool = Tru
 def test_a_worker_that_fails_leaves_at_once_where_others_wait_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not through the interpreter's end: nccl would wait there for the others until the job's time is up."""
+    """It must not end through the interpreter, where nccl would wait for the others until the job's time is up."""
     left: list[int] = []
 
     def fail(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Verdicts of `tula_hpc.check` from made-up facts, and the rules of Slurm and the libraries that they rest on."""
+"""Verdicts of `tula_hpc.check` on made-up facts, and the rules of Slurm and the libraries on which they are based."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_rank_that_is_slow_stands_out_whatever_the_unit_and_a_few_disturbed_re
 
 
 def test_a_throttled_rank_is_slow_although_most_of_its_repeats_run_at_full_speed() -> None:
-    """As under a cgroup's quota: some repeats at once, then a wait for the next period."""
+    """A cgroup's quota does that: it allows some repeats at once, and then a wait for the next period."""
     times = {0: [1.0] * 100, 1: [1.0, 1.0, 1.0, 7.0] * 25, 2: [1.1] * 100}
     assert slow_ranks(times) == {1}
 
@@ -185,7 +185,7 @@ def test_loader_processes_that_share_the_workers_cores_are_a_warning() -> None:
         workload = WorkloadSpec(loader_workers=processes)
         verdicts = judge_job(two_cores, workload, [report(0)], 1)
         assert level(each for each in verdicts if each.topic is Topic.CORES) is expected
-    # which starts processes of its own
+    # starts processes of its own
     script = WorkloadSpec.model_construct(script=Path("train.py"), loader_workers=2)
     assert level(each for each in judge_job(two_cores, script, [report(0)], 1) if each.topic is Topic.CORES) is Level.OK
 
@@ -355,7 +355,7 @@ def test_slurms_answer_decides(accepted: bool | None, expected: Level) -> None:
 @pytest.mark.parametrize("readable", [True, False])
 def test_a_data_folder_that_cannot_be_read_fails(readable: bool) -> None:
     assert (judge_data_here(Path("/data"), readable).level is Level.OK) is readable
-    # where the sweep does not look for it here
+    # the sweep does not look for it there on this machine
     assert judge_data_here(Path("/data"), readable, needed=False).level is Level.OK
 
 

@@ -1,4 +1,4 @@
-"""Completion of the commands, in shells that know the script alone."""
+"""Completion of the commands, in shells that have only the script."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_zsh_takes_the_script(folder: Path) -> None:
 
 
 def test_an_interrupt_at_any_moment_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    # such as while libraries are loaded, or a figure is drawn
+    # for example while libraries are loaded, or a figure is drawn
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt
 
@@ -87,7 +87,7 @@ def test_an_interrupt_at_any_moment_is_no_traceback(monkeypatch: pytest.MonkeyPa
         try:
             return main([command, "runs/any"])
         except KeyboardInterrupt:
-            # would end all tests
+            # otherwise it would end all tests
             return None
 
     monkeypatch.setattr("tula_hpc.__main__.importlib.import_module", interrupted)
@@ -137,7 +137,7 @@ def test_an_interrupt_that_a_library_would_swallow_ends_the_command(monkeypatch:
             main(["report", "runs/any"])
         assert end.value.code == 130
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        # in the background of a script it is ignored
+        # in the background of a script the signal is ignored
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         assert main(["report", "runs/any"]) == 0
     finally:

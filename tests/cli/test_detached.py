@@ -1,4 +1,4 @@
-"""Controller jobs: one at a time, a guard behind it, and an end that is noted before another one looks."""
+"""Controller jobs: one at a time, a guard after it, and an end that is noted before another one looks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def is_locked(run: RunDirectory) -> bool:
 def test_a_controller_waits_until_another_has_left_the_run_directory(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that was requeued after it had left another behind meets that one."""
+    """A controller that is requeued after it has submitted another one meets that one."""
     began, over = threading.Event(), threading.Event()
     seen = []
     monkeypatch.setattr(detached, "_step", lambda *_: seen.append(over.is_set()))
@@ -120,7 +120,7 @@ def test_what_ends_a_controller_is_said(run: RunDirectory, monkeypatch: pytest.M
 
 
 class Cluster:
-    """Slurm as far as controllers use it: the jobs that are there, and whose end each of them waits for."""
+    """A model of Slurm as controllers use it: the jobs that exist, and the job whose end each of them waits for."""
 
     def __init__(self, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
         self.run, self.monkeypatch = run, monkeypatch
@@ -159,7 +159,7 @@ class Cluster:
         self.jobs[job_id] = after
 
     def step(self, job_id: str, outcome: Callable[[], int], *, dies: bool = False) -> None:
-        """The part of a controller job's life that the run directory is locked for; "" is the command itself."""
+        """Run the part of a controller job in which the run directory is locked; job "" is the command itself."""
         with self.monkeypatch.context() as patch:
             patch.setattr(detached, "carry_out", lambda *_: outcome())
             patch.setattr(detached, "slurm_job_id", lambda: job_id or None)
@@ -179,7 +179,7 @@ def cluster(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 
 def left(stage_job: str) -> Callable[[], int]:
-    """A step that leaves a job on its way."""
+    """Return a step that leaves a job behind."""
 
     def step() -> int:
         raise StillRunningError([Submitted(stage_job, Path())])
@@ -217,10 +217,11 @@ def test_a_guard_takes_the_place_of_a_controller_that_died_and_has_a_guard_itsel
 
 
 def test_whenever_a_controller_died_there_is_one_of_each_in_the_end(cluster: Cluster) -> None:
-    """After it had left another: its guard starts beside that one."""
+    """If it died after it had submitted another one, its guard starts besides that one."""
     cluster.step("", left("a"))
     cluster.step("1", left("b"), dies=True)
-    cluster.jobs["2"] = "1"  # as if it had died before it moved the guard
+    # as if it had died before it moved the guard
+    cluster.jobs["2"] = "1"
     del cluster.jobs["1"]
     cluster.step("2", left("b"))
     assert cluster.jobs == {"3": "b", "4": "3"}
@@ -276,7 +277,7 @@ def test_who_detaches_again_hears_of_the_controller_and_who_stays_takes_over_fro
 
 
 class Clock:
-    """Time in which a command looks on: at each pause the next of these things happens."""
+    """A clock for a command that waits: at each pause the next of these events happens."""
 
     def __init__(self, *happens: Callable[[], object]) -> None:
         self.left = list(happens)

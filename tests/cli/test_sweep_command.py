@@ -1,4 +1,4 @@
-"""The command line: what a user types, and what a mistake looks like."""
+"""The command line: what a user types, and what happens after a mistake."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ min_batch = 32
 max_batch = 64
 estimate = false
 """
-# where the workload is tried, or memory is estimated: in a process that imports torch
+# where the workload is tried, or memory estimated, in a process that imports torch
 SET_BACK = (
     "Set them back in your file (or in this copy, if it was edited); or use another name in it, or "
     "another --run-dir, for a sweep of its own, which measures again."
@@ -98,7 +98,7 @@ def test_a_mistake_is_one_line_exit_code_2_and_nothing_is_created(
 
 
 def measure(run: RunDirectory) -> None:
-    """A job of its own has measured something, and its end was seen to."""
+    """Write a measurement of a job whose end has been handled."""
     run.log_event("submitted", "profile", job_id="1")
     append_record(run.profile / "n1-b32-0.jsonl", ok(1, 32))
     run.log_event("ended", "profile", job_id="1")
@@ -132,7 +132,7 @@ def test_other_inputs_are_refused_with_the_difference(
         in capsys.readouterr().err
     )
     run.train().result_file.unlink()
-    # as of a copy of another run
+    # as if copied from another run
     assert main([*again, "--set", "name=another"]) == 2
     assert f"(or in this copy, if it was edited), and add --run-dir {root}; or use " in capsys.readouterr().err
     assert main([*again, "--set", "workload.seed=99"]) == 2
@@ -256,7 +256,8 @@ def test_other_inputs_wait_for_the_jobs_of_the_earlier_ones(sweep_file: Path) ->
     others = inputs_of(sweep_file, "workload.seed=1")
     folder = run.slurm / "profile-1"
     folder.mkdir()
-    notice = folder / "submission.json"  # of a command that was killed while it submitted
+    # left by a command that was killed while it submitted
+    notice = folder / "submission.json"
     notice.write_text('{"name": "x", "stage": "profile", "tasks": [{}]}')
     with pytest.raises(RunDirectoryError, match="made from other inputs"):
         open_run(*others, run.root)
@@ -380,7 +381,7 @@ def test_what_no_measurement_depends_on_may_change_until_something_was_trained(
     with pytest.raises(RunDirectoryError, match=r"workload\.seed: 0 before, 1 now"):
         open_run(*inputs("workload.lr=0.01", "workload.seed=1"), run.root)
     other = inputs("workload.lr=0.02", "objective.kind=cost", "training.delta=0.3")
-    # a job that is over, and whose files were moved away
+    # a finished job whose files were moved away
     run.log_event("submitted", "train", job_id="2")
     check_run(*other, run.root)
     run.train().root.mkdir()
@@ -391,7 +392,7 @@ def test_what_no_measurement_depends_on_may_change_until_something_was_trained(
 
 @pytest.mark.parametrize("key", ["tf32", "cudnn_benchmark"])
 def test_a_run_of_an_earlier_version_goes_on_until_a_new_key_is_set(sweep_file: Path, key: str) -> None:
-    """Which kernels were measured may not change afterwards."""
+    """Otherwise nobody would know which kernels were measured."""
     from tula_hpc.cli.open_run import open_run
     from tula_hpc.errors import RunDirectoryError
 
@@ -482,13 +483,13 @@ def test_how_jobs_are_submitted_may_change_while_a_run_goes_on(
     opened = open_run(*inputs("account=rich", "train_minutes=90"), run.root)
     assert (opened.cluster.account, load_cluster(run.cluster_file)) == ("rich", opened.cluster)
     assert "account: spent before, rich from now on" in capsys.readouterr().err
-    # a plan reckons with the time limit
+    # a plan takes the time limit into account
     run.plan_file.touch()
     open_run(*inputs("account=rich", "train_minutes=90", "qos=long"), run.root)
     assert run.plan_file.exists()
     open_run(*inputs("account=rich", "train_minutes=2"), run.root)
     assert not run.plan_file.exists()
-    # between nodes nothing was measured
+    # nothing was measured between nodes
     open_run(*inputs("account=rich", "environment.GLOO_SOCKET_IFNAME=ib0"), run.root)
     append_record(run.profile / "n2-b32-0.jsonl", ok(2, 32))
     with pytest.raises(RunDirectoryError, match="_IFNAME: one value before, another now"):
@@ -653,10 +654,10 @@ def test_data_of_the_compute_nodes_alone_need_a_word(sweep_file: Path, capsys: p
     spec, _ = load_inputs(_parser().parse_args(on_slurm))
     assert spec.workload.data_dir == Path("/local/imagenet")
     assert capsys.readouterr().err == f"warning: {refused.splitlines()[0]}\n"
-    # on this machine jobs find no more
+    # on this machine jobs find no more than the command does
     assert main(given) == 2
     assert ELSEWHERE not in capsys.readouterr().err
-    # in another folder than the one that the command was started in
+    # another folder than the one in which the command was started
     folder = sweep_file.parent / "project"
     folder.mkdir()
     (folder / "net_of_mine.py").write_text("def build(classes, image_size): ...")
@@ -880,7 +881,7 @@ def test_a_foreign_folder_is_not_taken_over(sweep_file: Path, capsys: pytest.Cap
     assert main([str(sweep_file), "--run-dir", str(folder)]) == 2
     assert "not empty and not a run directory" in capsys.readouterr().err
     assert [path.name for path in folder.iterdir()] == ["chapter1.tex"]
-    # as a job leaves it whose run was deleted under it
+    # left by a job whose run was deleted while it ran
     rest = sweep_file.parent / "deleted" / "train" / "main"
     rest.mkdir(parents=True)
     (rest / "metrics.jsonl").touch()
@@ -909,7 +910,7 @@ def test_a_file_in_the_place_of_a_run_directory_is_refused_as_that_before_slurm_
     file.touch()
     where = [] if below else ["--run-dir", str(file)]
     assert main([str(sweep_file), *where, *options]) == 2
-    # a study has no use for [search], and says so before
+    # a study does not use [search], and says so before it starts
     assert capsys.readouterr().err.splitlines()[2 * bool(table) :] == [
         f"{file}: is not a folder; use another --run-dir"
     ]
@@ -928,8 +929,10 @@ def test_dry_run_prints_jobs_hours_and_scripts_and_creates_nothing(
 ) -> None:
     out = dry_run(sweep_file, capsys, "--set", "search.mode=full")
     assert "N=2: local batches 16, 32, in one job" in out
-    assert "at most 1.50 node-hours" in out  # (1 + 2 nodes) x 0.5 h
-    assert out.count("#!/bin/bash") == 2  # one to profile and one to train, and the other size in a table
+    # (1 + 2 nodes) x 0.5 h
+    assert "at most 1.50 node-hours" in out
+    # one to profile and one to train; the other size is in a table
+    assert out.count("#!/bin/bash") == 2
     assert re.search(r"^#   profile, N=1, 1 task  1$\n^#   profile, N=2, 1 task  2$", out, re.MULTILINE)
     assert "--array" not in out
     assert "if 2 nodes are chosen" in out
@@ -1021,7 +1024,8 @@ def test_what_no_partition_can_run_is_refused_before_anything_is_submitted(
 def test_dry_run_of_an_array_for_each_size(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = dry_run(sweep_file, capsys, "--set", "search.mode=full", "--set", "search.pack=never")
     assert "N=2: local batches 16, 32, in an array of 2 jobs" in out
-    assert "at most 3.00 node-hours" in out  # (1 + 2 nodes) x 2 batches x 0.5 h
+    # (1 + 2 nodes) x 2 batches x 0.5 h
+    assert "at most 3.00 node-hours" in out
     assert out.count("#SBATCH --array=0-1%1") == 1
     assert re.search(r"^#   profile, N=2, 2 tasks  2$", out, re.MULTILINE)
 
@@ -1300,7 +1304,7 @@ def test_the_cost_at_the_end_says_where_its_price_is_the_default(tmp_path: Path,
 
 
 def test_the_end_says_whether_fewer_epochs_are_fewer_steps(tmp_path: Path) -> None:
-    """An epoch that ends with a shorter batch has a step more than the plan's."""
+    """An epoch that ends with a shorter batch has one step more than the plan's."""
     from tula_hpc.cli.pipeline import _decision
 
     run = make_run(tmp_path / "run")

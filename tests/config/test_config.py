@@ -1,4 +1,4 @@
-"""Input files: every mistake is one line with file, key and what was expected, and nothing else ever comes out."""
+"""Input files: every mistake leads to one line with file, key and what was expected, and to nothing else."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def complaint(load: Load, content: str | bytes, overrides: Sequence[str] = ()) -
     [
         # unknown keys
         ('[workload]\nmodle = "resnet18"', r"workload\.modle: unknown key \(did you mean 'model'\?\)$"),
-        # where it belongs comes before what it resembles
+        # the place where it belongs is named before a similar key
         ("[training]\nepochs = 4", r"training\.epochs: unknown key \(did you mean workload\.epochs\?\)$"),
         ("[workload]\nlearning_rate = 0.1", r"workload\.learning_rate: unknown key \(did you mean 'lr'\?\)$"),
         ("[workload]\nbatch_size = 64", r"workload\.batch_size: unknown key; the sweep chooses the batch, "),
@@ -128,7 +128,7 @@ def test_a_mistake_in_a_sweep_is_one_line(here: Path, text: str, message: str) -
 
 @pytest.mark.parametrize("key", ["model", "module"])
 def test_a_module_that_only_lies_beside_the_sweep_file_is_said_to_lie_there(here: Path, key: str) -> None:
-    """Jobs start in the working directory of the command, and would not find it."""
+    """Jobs start in the working directory of the command, where they would not find it."""
     folder = here / "project"
     folder.mkdir()
     (folder / "net.py").write_text("def build(classes, image_size): ...")
@@ -175,7 +175,7 @@ def test_a_module_that_only_lies_beside_the_sweep_file_is_said_to_lie_there(here
          "partitions: a: pricing.usd_per_node_hour: expected a number"),
         ('partitoin = "x"', r"partitoin: unknown key \(did you mean 'partition'\?\)"),
         ('[[partition]]\nmax_nodes = 2', r"partition: expected text .*\(did you mean \[\[partitions\]\]\?\), got \["),
-        # values that end up in the job script: a newline would start a line of its own there
+        # values that become part of the job script, where a newline would start a line of its own
         ('partition = "a\\n#SBATCH --uid=0"', r'partition: expected 1 to 200 letters, .*, got "a\\n#SBATCH --uid=0"'),
         ('account = "a b"', r'account: expected 1 to 200 letters, .*, no blanks, got "a b"$'),
         ('gres = ""', 'gres: expected 1 to 200 letters, .*, got ""'),
@@ -259,7 +259,8 @@ def test_a_file_that_cannot_be_read(here: Path, path: str, message: str) -> None
 
 @pytest.mark.parametrize("path", ["pipe", "/dev/zero"])
 def test_what_is_no_file_is_neither_waited_for_nor_read_to_its_end(here: Path, path: str) -> None:
-    os.mkfifo("pipe")  # nobody will ever write to it
+    # nobody will ever write to it
+    os.mkfifo("pipe")
     with pytest.raises(InputError, match=f"^{path}: cannot be read: expected a file, found a pipe or a device"):
         load_sweep(Path(path))
 
@@ -308,8 +309,10 @@ EACH = "each of 4 workers_per_node needs a GPU of its own"
         'gres = "gpu:v100:4,nvme:8"',
         'gres = "gres:gpu:v100:4(S:0-1)"',
         'gres = "gpu:8"',
-        'gres = "accelerator:4"',  # a name of the site's own
-        'gres = "none"',  # GPUs that Slurm does not know
+        # a name that the site defines
+        'gres = "accelerator:4"',
+        # GPUs that Slurm does not know of
+        'gres = "none"',
         'exclusive = true\ngres = "gpu:4"',
         'exclusive = false\ngres = "gpu:4"',
         'exclusive = true\nsrun_args = ["--gres=gpu:4"]',
@@ -325,7 +328,8 @@ EACH = "each of 4 workers_per_node needs a GPU of its own"
         'gres = "gpu:4"\n[sbatch]\ngpu_bind = "verbose,closest"',
         "max_nodes = 1\n[sbatch]\ngpus = 4",
         "[sbatch]\ngpus-per-socket = 2\nsockets-per-node = 2",
-        'gres = "gpu:1"\n[sbatch]\ngpus-per-node = 4',  # which takes the place of the GPUs in gres
+        # it replaces the GPUs in gres
+        'gres = "gpu:1"\n[sbatch]\ngpus-per-node = 4',
     ],
 )
 def test_any_form_that_gives_every_worker_a_gpu_is_accepted(here: Path, asked: str) -> None:
@@ -649,11 +653,14 @@ def test_local_batches_are_all_powers_of_two_within_the_bounds(
         ({}, 1, 512, [4, 8, 16, 32, 64, 128, 256]),
         ({}, 1, 16, [4, 8]),
         ({}, 1, 4, []),
-        ({}, 2, 512, []),  # one node tells it
-        ({"cluster_sizes": [3, 4, 8], "max_batch": 40}, 4, 8, [4]),  # three nodes have no candidate
+        # one node has timed them
+        ({}, 2, 512, []),
+        # three nodes have no candidate
+        ({"cluster_sizes": [3, 4, 8], "max_batch": 40}, 4, 8, [4]),
         ({"cluster_sizes": [2, 8]}, 2, 512, [4, 8, 16, 32, 64, 128, 256]),
         ({"mode": "full"}, 1, 512, []),
-        ({"min_batch": 2}, 1, 4, [2]),  # none of a single sample
+        # none has a single sample
+        ({"min_batch": 2}, 1, 4, [2]),
     ],
 )
 def test_smaller_batches_are_timed_apart_on_the_fewest_nodes(
@@ -663,7 +670,7 @@ def test_smaller_batches_are_timed_apart_on_the_fewest_nodes(
     assert batches_timed_apart(search, nodes, 1, local_batch) == expected
 
 
-# Whatever is in a file: a specification or an InputError.
+# Whatever a file contains, the result is a specification or an InputError.
 
 keys = st.sampled_from(
     [*SweepSpec.model_fields, *SearchSpec.model_fields, *ClusterSpec.model_fields, "model", "dataset", "data_dir", "lr"]

@@ -1,4 +1,4 @@
-"""Secrets of a cluster file, in its environment or its setup, are seen by the job alone."""
+"""Secrets of a cluster file, in its environment or its setup, are visible only to the job."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ SWEEP = 'name = "s"\n[search]\ncluster_sizes = [1]\nmin_batch = 32\nmax_batch = 
 
 @pytest.fixture
 def no_umask() -> Iterator[None]:
-    """Files are private by what is asked for them alone."""
+    """Set no umask, so that files are private only because they are created so."""
     before = os.umask(0)
     yield
     os.umask(before)
 
 
 def write_variables(path: Path) -> Callable[[], None]:
-    """A job that tells what it sees, when it is asked."""
+    """Make a job that waits for a file, and writes down the variables that it sees."""
 
     def job() -> None:
         (path / "in job").touch()
@@ -50,7 +50,7 @@ def write_variables(path: Path) -> Callable[[], None]:
 
 
 def command_lines() -> list[bytes]:
-    """Those of all processes."""
+    """Return the command lines of all processes."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -61,7 +61,7 @@ def command_lines() -> list[bytes]:
 
 
 def look(folder: Path, stage: str) -> list[bytes]:
-    """The command lines while a job is at a stage, which it then leaves."""
+    """Return the command lines while a job is at a stage, and let it go on."""
     deadline = time.monotonic() + 30
     while not (folder / f"in {stage}").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -76,7 +76,8 @@ def test_no_command_line_of_a_job_on_this_machine_shows_a_secret(tmp_path: Path,
     cluster = ClusterSpec(setup=(f"export KEY={SECRET}", waits), environment={"TOKEN": SECRET}, workers_per_node=2)
     launcher = Launcher(cluster, RunDirectory(tmp_path / "run").create(), "tula-x")
     (job,) = launcher.submit([write_variables(tmp_path)], stage="train", nodes=1, minutes=1)
-    for stage, processes in {"setup": 1, "job": 4}.items():  # the shell; its controller and two workers
+    # the shell; its controller and two workers
+    for stage, processes in {"setup": 1, "job": 4}.items():
         seen = look(tmp_path, stage)
         assert len([line for line in seen if str(job.folder).encode() in line]) >= processes
         assert [line for line in seen if SECRET.encode() in line] == []

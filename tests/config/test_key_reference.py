@@ -1,4 +1,4 @@
-"""The reference of every key in the READMEs is that of the types; `python -m tests.key_reference` writes it."""
+"""The READMEs' reference of every key equals that of the types; `python -m tests.key_reference` writes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`[workload]` of a training script: what it takes, and one line for each mistake."""
+"""`[workload]` of a training script: its keys, and one line for each mistake."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_script_is_taken_as_it_is() -> None:
     work = spec.workload
     assert work.is_script
     assert work.script == Path.cwd() / "train.py"
-    # its own rate, unless something else is asked for
+    # the script has its own rate, unless something else is asked for
     assert spec.training.method == "lbt"
     assert work.entry_points == [str(work.script)]
     assert work.what_is_trained == "train.py"

@@ -1,4 +1,4 @@
-"""The sweeps and cluster files that are shipped: they load, fit together, and say what the paper says."""
+"""The shipped sweeps and cluster files load, fit together, and agree with the paper."""
 
 from __future__ import annotations
 
@@ -33,9 +33,12 @@ ROOT = Path(__file__).resolve().parents[2]
 SWEEPS = sorted((ROOT / "sweeps").glob("*.toml"))
 CLUSTERS = sorted((ROOT / "slurm_templates").glob("*.toml"))
 COMPLETE = [(ROOT / "sweeps" / "example.toml", SweepSpec), (ROOT / "slurm_templates" / "generic.toml", ClusterSpec)]
-ASSIGNMENT = re.compile(r"^(# )?([\w.]+) = ")  # a key, or one that has no default behind a #
-SCRIPTS = re.compile(r"# (script|module|resume_arguments|counted_model) = ")  # each excludes the keys above it
-TABLE = re.compile(r"^(# )?\[([\w.-]+)\]")  # likewise
+# a key, or one without a default after a #
+ASSIGNMENT = re.compile(r"^(# )?([\w.]+) = ")
+# each excludes the keys above it
+SCRIPTS = re.compile(r"# (script|module|resume_arguments|counted_model) = ")
+# a table, also after a #
+TABLE = re.compile(r"^(# )?\[([\w.-]+)\]")
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +57,7 @@ def cluster(name: str) -> ClusterSpec:
 
 
 def head(path: Path) -> str:
-    """The comment at the top."""
+    """Return the comment at the top."""
     lines = path.read_text().splitlines()
     return "\n".join(lines[: next(i for i, line in enumerate(lines) if not line.startswith("#"))])
 
@@ -83,9 +86,9 @@ def test_lines_fit_a_terminal(path: Path) -> None:
 
 
 def all_keys(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of a specification with their defaults; tables that take any key count as their own.
+    """Return dotted keys of a specification with their defaults; a table that takes any key is one key.
 
-    The keys of a table that is not there by default have none.
+    The keys of a table that is absent by default have none.
     """
     found: dict[str, Any] = {}
     for name, field in model.model_fields.items():
@@ -101,7 +104,7 @@ def all_keys(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
 
 
 def written_keys(text: str) -> dict[str, str]:
-    """Dotted keys of a file, those behind a # included, with the comment that explains each."""
+    """Return dotted keys of a file, also those after a #, with the comment that explains each."""
     found: dict[str, str] = {}
     section = ""
     for line in text.splitlines():
@@ -122,7 +125,7 @@ def test_every_key_is_there(path: Path, kind: type[BaseModel]) -> None:
 
 @pytest.mark.parametrize(("path", "kind"), COMPLETE)
 def test_what_is_written_is_the_default(path: Path, kind: type[BaseModel]) -> None:
-    """Of all that is not behind a #: the file as a whole equals the specification's defaults."""
+    """This is about keys that are not commented out: the whole file equals the specification's defaults."""
     spec = kind.model_validate_json(__import__("json").dumps(tomllib.loads(path.read_text())), strict=True)
     assert spec.model_dump(exclude={"name"}) == kind.model_validate({"name": "local"}).model_dump(exclude={"name"})
 
@@ -163,7 +166,7 @@ def test_all_choices_are_named(path: Path, kind: type[BaseModel]) -> None:
 
 
 def choices(kind: type[BaseModel]) -> list[str]:
-    """Every value that a key with a fixed set of values may have."""
+    """Return every value of a key with a fixed set of values."""
     found: list[str] = []
     for field in kind.model_fields.values():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -228,19 +231,19 @@ def test_a_v100_has_cores_for_its_loaders_and_needs_only_partition_and_account()
 @pytest.mark.thorough
 def test_a_dry_run_of_the_papers_largest_network_offers_a_v100_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     files = [str(ROOT / "sweeps" / "resnet50_imagenet.toml"), "--cluster", str(ROOT / "slurm_templates" / "v100.toml")]
-    # where there is a folder, it is looked into
+    # a folder that exists is examined
     load_sweep(Path(files[0])).workload.data_dir.rmdir()  # type: ignore[union-attr] # the sweep names one
     assert main([*files, "--dry-run"]) == 0
     out = capsys.readouterr().out
     trusted = re.search(r"\nby an estimate, local batches up to (\d+) fit into memory\n", out)
     offered = [max(map(int, found.split(", "))) for found in re.findall(r": local batches ([\d, ]+), in", out)]
     assert trusted is not None
-    # by hand: activations of 256 images are 21 GiB, those of 512 are more than there is
+    # computed by hand: activations of 256 images take 21 GiB, and those of 512 exceed the memory
     assert offered == [int(trusted[1])] * 2 == [256, 256]
 
 
 def test_whatever_is_installed_is_pinned_with_its_hashes() -> None:
-    """What the project names, tests and builds with; what those need in turn pip itself refuses without a hash."""
+    """The project names them, or tests or builds with them; pip itself requires hashes for what they need."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]["dev"]
     asked = [*project["project"]["dependencies"], *extras, *project["build-system"]["requires"]]
@@ -258,17 +261,17 @@ def test_whatever_is_installed_is_pinned_with_its_hashes() -> None:
         assert all(re.fullmatch(r"[0-9a-f]{64} *", each) for each in hashes), line
     for each in map(Requirement, asked):
         assert pinned[canonicalize_name(each.name)] in each.specifier, each
-    # pip would ask for the newest of a package with an extra that is pinned without it, and then refuse it
+    # if a package with an extra is pinned without it, pip asks for the newest one, and then refuses it
     for each in (Requirement(text) for found in distributions() for text in found.requires or ()):
         name = canonicalize_name(each.name)
         if name in pinned and (each.marker is None or each.marker.evaluate({"extra": ""})):
             assert each.extras <= with_extras[name], each
-    # what is built on the spot would be built with a setuptools of the day
+    # otherwise packages would be built with the newest setuptools
     assert "--only-binary :all: --require-hashes --requirement constraints.txt" in (ROOT / "Makefile").read_text()
 
 
 def test_the_pinned_torch_has_kernels_for_a_v100() -> None:
-    """What the wheel was built for needs no GPU to be read."""
+    """The wheel's list of architectures can be read without a GPU."""
     import torch
 
     pinned = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Norms of small gradients without a pass: their laws on a problem whose G and Σ are known, and one worker's way."""
+"""Norms of small gradients without an extra pass: their laws on a problem with known G and Σ, and in one worker."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Blocks(nn.Module):
         return result
 
     def truth(self) -> tuple[Tensor, Tensor]:
-        """|G|² and tr(Σ) of each tensor."""
+        """Return |G|² and tr(Σ) of each tensor."""
         squares = torch.stack([block.detach().square().sum() for block in self.blocks])
         sizes = torch.tensor(SIZES, dtype=torch.float64)
         return squares, sizes * (squares.sum() + NOISE**2) + squares
@@ -71,7 +71,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 
 def draw(samples: int, count: int, draws: int = 500) -> tuple[Blocks, Tensor, Tensor, float]:
-    """Squared norms of parts and of the whole, (draws, tensors) each, and the batch that those of parts belong to."""
+    """Return a model, squared norms of parts and of the whole, (draws, tensors) each, and the batch of the parts."""
     model, generator = Blocks(), torch.Generator().manual_seed(samples)
     norms, small, large = PartNorms(list(model.parameters()), count), [], []
     for _ in range(draws):
@@ -83,7 +83,7 @@ def draw(samples: int, count: int, draws: int = 500) -> tuple[Blocks, Tensor, Te
 
 
 def assert_unbiased(draws: Tensor, truth: Tensor) -> None:
-    """Within four standard errors, for each tensor."""
+    """Assert that the mean of the draws is within four standard errors, for each tensor."""
     error = (draws.mean(0) - truth).abs()
     assert (error < 4 * draws.std(0) / math.sqrt(len(draws))).all()
 
@@ -108,7 +108,7 @@ def test_the_line_goes_through_what_it_was_made_from() -> None:
 
 
 def test_all_parts_bring_less_noise_than_the_first_alone() -> None:
-    """Where the gradient is large its product with a part's noise would dominate: it cancels over the parts."""
+    """With a large gradient, its product with a part's noise would dominate; over all parts it cancels."""
     model, (inputs, targets) = Blocks(), batch(12 * 400, torch.Generator().manual_seed(0))
     parts = [
         torch.autograd.grad(loss(model(x), y), list(model.parameters()))
@@ -168,7 +168,8 @@ def test_frozen_and_unused_parameters_have_no_norm_and_a_part_without_gradient_c
 def test_a_gradient_that_comes_in_pieces_has_no_norm(reentrant: bool) -> None:
     class Repeated(Blocks):
         def forward(self, x: Tensor) -> Tensor:
-            result = x.detach().requires_grad_()  # without that a reentrant checkpoint has nothing to differentiate
+            # otherwise a reentrant checkpoint has nothing to differentiate
+            result = x.detach().requires_grad_()
             for _ in range(2):
                 result = checkpoint(lambda y: y * self.blocks[0].sum(), result, use_reentrant=reentrant)
             return super().forward(result)
@@ -207,7 +208,8 @@ def test_other_passes_are_not_counted() -> None:
     torch.autograd.backward(loss(model(inputs), targets))
     with pytest.raises(RuntimeError, match="no batch was divided"):
         norms.squares()
-    backward_in_parts(model, norms, *batch(BATCH, torch.Generator().manual_seed(2)))  # thrown away
+    # a step that is discarded
+    backward_in_parts(model, norms, *batch(BATCH, torch.Generator().manual_seed(2)))
     backward_in_parts(model, norms, inputs, targets)
     torch.autograd.grad(loss(model(inputs), targets), parameters)
     squares, _ = norms.squares()
@@ -220,7 +222,8 @@ def test_other_passes_are_not_counted() -> None:
 def test_batchnorm_alone_looks_at_the_whole_batch() -> None:
     assert looks_at_whole_batch(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sequential(nn.BatchNorm2d(4))))
     assert not looks_at_whole_batch(nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Dropout()))
-    assert not looks_at_whole_batch(nn.BatchNorm1d(4).eval())  # frozen statistics are those of no batch
+    # frozen statistics are not those of the batch
+    assert not looks_at_whole_batch(nn.BatchNorm1d(4).eval())
 
 
 def test_a_group_of_one_worker_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +251,7 @@ PERCEPTRON, WITH_BATCHNORM = "tests.examples.own_workload:perceptron", "tests.ex
 
 
 def watched(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, float]]:
-    """What the optimizer is told from now on."""
+    """Return a list to which the optimizer's observations are added from now on."""
     assert isinstance(worker.optimizer, TulaOptimizer)
     seen: list[tuple[Tensor, float]] = []
     tell: Any = worker.optimizer.observe_small

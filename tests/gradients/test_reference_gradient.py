@@ -1,4 +1,4 @@
-"""The reference gradient: right, and without a trace."""
+"""The reference gradient is correct, and leaves no trace."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_gradients_of_equal_parts_average_to_that_of_the_whole() -> None:
 
 
 def test_training_goes_on_as_if_it_had_not_been_called() -> None:
-    """BatchNorm's statistics, dropout's random numbers and pending gradients: the next steps do not differ in a bit."""
+    """BatchNorm's statistics, dropout's random numbers and pending gradients stay; the next steps are bit-identical."""
     states = []
     for peek in (False, True):
         model = stateful_model()
@@ -195,7 +195,7 @@ def test_ddp_does_not_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two workers saw, see `work`."""
+    """The observations of each of two workers, see `work`."""
     folder = tmp_path_factory.mktemp("workers")
     start_workers(WORKERS, work, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORKERS)]
@@ -218,7 +218,7 @@ def test_workers_agree_which_parameters_are_unused(workers: list[dict[str, Any]]
 
 
 def work(rank: int, folder: Path) -> None:
-    """One worker: averages of a plain and of a branching model."""
+    """Run one worker: averages of a plain and of a branching model."""
     torch.set_num_threads(1)
     rendezvous = f"file://{folder / 'rendezvous'}"
     dist.init_process_group(

@@ -1,4 +1,4 @@
-"""Norms that the optimizer is told of its next gradients: it takes them for its own, for one step."""
+"""Norms that the optimizer is given for its next gradients count as its own, for one step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def square_norms(values: list[Tensor | None]) -> Tensor:
 
 
 def train(form: dict[str, Any], *, tell: bool, absent: int | None = None) -> tuple[list[Tensor], TulaOptimizer, int]:
-    """Weights after some steps, the optimizer, and how often it took norms."""
+    """Return the weights after some steps, the optimizer, and how often it computed norms."""
     params = parameters()
     optimizer = wrap(params, SGD(params, lr=0.1, momentum=0.9), delta=0.7, **form)
     with mock.patch("tula_hpc.optim.optimizer.foreach_norms", wraps=foreach_norms) as taken:
@@ -52,7 +52,7 @@ def test_a_step_that_is_told_norms_takes_none_and_does_the_same(granularity: str
 
 
 def steps_with(forget: Any) -> int:
-    """How many of two steps took norms, where something happens between telling and the first."""
+    """Return how many of two steps computed norms, if `forget` is called after norms are given and before the first."""
     params = parameters()
     optimizer = wrap(params, granularity="tensor")
     with mock.patch("tula_hpc.optim.optimizer.foreach_norms", wraps=foreach_norms) as taken:
@@ -87,7 +87,7 @@ def test_what_was_said_of_clipping_is_forgotten_with_the_gradients() -> None:
 @pytest.mark.parametrize("tell", [False, True])
 @pytest.mark.parametrize("large_given", [False, True])
 def test_the_noise_is_that_of_the_gradient_before_clipping(tell: bool, large_given: bool) -> None:
-    """Of |G|² = 1 and tr Σ = 64: |g|² is 1 + 64 / B."""
+    """|G|² = 1 and tr Σ = 64, so that |g|² is 1 + 64 / B."""
     params, small, large, factor = parameters(), 1 + 64 / LOCAL, 1 + 64 / LARGE, 0.1
     optimizer, elements = wrap(params, granularity="tensor"), sum(p.numel() for p in params)
     sizes = torch.tensor([p.numel() for p in params], dtype=torch.float64) / elements

@@ -1,4 +1,4 @@
-"""What is told of gradients that nothing scales: what `TulaOptimizer` would tell, and that nothing changes by it."""
+"""An observer of gradients that nothing scales reports what `TulaOptimizer` would, and changes nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def square_norms(values: Sequence[Tensor | None], factor: float = 1.0) -> Tensor
 def tell(
     observer: StepObserver | TulaOptimizer, values: Sequence[Tensor | None], clipped: float, *, norms: bool
 ) -> None:
-    """Small gradients of three times the squares of these, which have been clipped, and these gradients' own norms."""
+    """Pass small gradients with three times these squared norms, the clipping of these gradients, and their norms."""
     observer.observe_small(square_norms(values, 3.0), LOCAL)
     observer.observe_clipping(clipped)
     if norms:
@@ -96,7 +96,8 @@ def test_of_a_fused_step_the_loss_scale_is_divided_out_and_an_overflow_is_not_se
     params = parameters()
     observer, stepped = observed(params, AdamW(params, lr=0.0, fused=True))
     scaler = GradScaler("cpu", init_scale=1024.0)
-    scaler.scale(torch.zeros(()))  # as a loss is
+    # a scaler scales a loss before its first step
+    scaler.scale(torch.zeros(()))
     for step in range(STEPS):
         give(params, [1024.0 * gradient for gradient in gradients(step)])
         if step == STEPS - 1:

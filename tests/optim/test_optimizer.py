@@ -34,7 +34,8 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 
 def random_gradients(steps: int, seed: int = 0) -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    sizes = torch.rand(steps, generator=generator) + 0.5  # norms that make Δ fall on both sides of 0.5
+    # norms for which Δ falls on both sides of 0.5
+    sizes = torch.rand(steps, generator=generator) + 0.5
     return [[size * torch.randn(shape, generator=generator) for shape in SHAPES] for size in sizes]
 
 
@@ -61,7 +62,8 @@ def test_many_steps_without_any_estimate_are_warned_of_once(recwarn: pytest.Warn
     assert str(warning.message).startswith(
         "after 100 steps nothing has been scaled: call update_gradscale or observe_small"
     )
-    assert warning.filename == __file__  # who called step
+    # the caller of step
+    assert warning.filename == __file__
 
 
 @pytest.mark.parametrize(("before", "batch", "after"), [(99, 128, 500), (101, 1024, 100)])
@@ -78,7 +80,7 @@ def test_a_change_of_batch_neither_silences_nor_repeats_the_warning(
 
 
 def scaled_flags(optimizer: TulaOptimizer, norms: Sequence[float]) -> list[float]:
-    """Take one step per norm with a gradient of that norm and say which steps were scaled."""
+    """Take one step for each norm, with a gradient of that norm, and return which steps were scaled."""
     flags = []
     for norm in norms:
         for parameter in optimizer.param_groups[0]["params"]:
@@ -92,9 +94,11 @@ def scaled_flags(optimizer: TulaOptimizer, norms: Sequence[float]) -> list[float
 @pytest.mark.parametrize(
     "options",
     [
-        {"delta": 0.5},  # no update yet
+        # no update yet
+        {"delta": 0.5},
         {"static_scale": 1.0, "delta": math.inf},
-        {"s_min": 1.0, "s_max": 1.0, "delta": math.inf},  # updated below: all factors are 1
+        # with the update below all factors are 1
+        {"s_min": 1.0, "s_max": 1.0, "delta": math.inf},
         {"s_min": 1.0, "s_max": 1.0, "granularity": "tensor"},
     ],
 )
@@ -115,7 +119,7 @@ def test_scale_one_equals_the_base_bit_for_bit(name: str, options: dict[str, Any
 @given(seed=st.integers(0, 2**16), delta=st.sampled_from([0.1, 0.5, 2.0, math.inf]))
 @settings(max_examples=15)
 def test_follows_algorithm_1_step_by_step(granularity: str, seed: int, delta: float) -> None:
-    """Against a plain float64 transcription of the algorithm with SGD."""
+    """The reference is a plain float64 transcription of the algorithm with SGD."""
     params = parameters(torch.float64)
     expected = [p.detach().clone() for p in params]
     optimizer = wrap(params, delta=delta, granularity=granularity, s_min=0.05)
@@ -141,7 +145,8 @@ def test_follows_algorithm_1_step_by_step(granularity: str, seed: int, delta: fl
 def test_static_scaling_multiplies_quiet_steps_only() -> None:
     (parameter,) = params = [nn.Parameter(torch.zeros(4))]
     optimizer = wrap(params, static_scale=8.0)
-    steps = [torch.full((4,), value) for value in (1.0, 1.1, 2.0, 2.1)]  # Δ: none, 0.21, 2.3, 0.1
+    # Δ: none, 0.21, 2.3, 0.1
+    steps = [torch.full((4,), value) for value in (1.0, 1.1, 2.0, 2.1)]
     seen = []
     for gradient in steps:
         parameter.grad = gradient.clone()
@@ -163,7 +168,8 @@ def test_threshold_is_strict() -> None:
     params = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
     optimizer = wrap(params, delta=0.5)
     one, zero = torch.ones(1), torch.zeros(1)
-    take_steps(optimizer, params, [[one, one, zero], [one, one, one]])  # ‖G‖² is 2, then 3: Δ is 0.5 exactly
+    # ‖G‖² is 2, then 3: Δ is 0.5 exactly
+    take_steps(optimizer, params, [[one, one, zero], [one, one, one]])
     statistics = optimizer.statistics()
     assert (statistics.sensitivity, statistics.scaled) == (0.5, 0.0)
 
@@ -171,13 +177,18 @@ def test_threshold_is_strict() -> None:
 @pytest.mark.parametrize(
     ("norms", "expected"),
     [
-        ((1.0,), [0]),  # no predecessor
+        # no predecessor
+        ((1.0,), [0]),
         ((1.0, 1.0), [0, 1]),
-        ((0.0, 1.0, 1.0), [0, 0, 1]),  # from 0: Δ is inf
-        ((0.0, 0.0), [0, 1]),  # no change
-        ((1.0, math.inf, 1.0), [0, 0, 1]),  # the infinite norm is not remembered
+        # from 0 on Δ is inf
+        ((0.0, 1.0, 1.0), [0, 0, 1]),
+        # no change
+        ((0.0, 0.0), [0, 1]),
+        # the infinite norm is not remembered
+        ((1.0, math.inf, 1.0), [0, 0, 1]),
         ((1.0, math.nan, math.nan, 1.1), [0, 0, 0, 1]),
-        ((math.nan, 1.0, 1.0), [0, 0, 1]),  # the first finite norm has no predecessor either
+        # the first finite norm has no predecessor either
+        ((math.nan, 1.0, 1.0), [0, 0, 1]),
         ((math.inf, math.inf), [0, 0]),
     ],
 )
@@ -187,7 +198,8 @@ def test_edges_of_the_gate(norms: Sequence[float], expected: list[int]) -> None:
 
 def test_another_delta_gates_the_steps_that_follow() -> None:
     optimizer = wrap([nn.Parameter(torch.zeros(2))], static_scale=2.0, delta=0.5)
-    assert scaled_flags(optimizer, [1.0, 2.0, 2.0]) == [0, 0, 1]  # Δ = 3 and 0
+    # Δ = 3 and 0
+    assert scaled_flags(optimizer, [1.0, 2.0, 2.0]) == [0, 0, 1]
     optimizer.set_delta(4.0)
     assert optimizer.delta == 4.0
     assert scaled_flags(optimizer, [1.0, 2.0]) == [1, 1]
@@ -253,7 +265,7 @@ def test_sparse_and_complex_gradients_are_refused_before_anything_changes(kind: 
 
 
 class _RefuseHostSync(TorchDispatchMode):
-    """Fails on every operator that hands a tensor's value to the host."""
+    """A mode that fails on every operator that copies a tensor's value to the host."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func.overloadpacket.__name__ not in {"_local_scalar_dense", "is_nonzero", "equal", "nonzero"}, func
@@ -279,21 +291,23 @@ def test_a_step_never_waits_for_the_device(options: dict[str, Any], monkeypatch:
     if "static_scale" not in options:
         optimizer.update_gradscale(*random_gradients(2))
     gradients = random_gradients(4)
-    monkeypatch.setattr(Tensor, "tolist", lambda tensor: [value.item() for value in tensor])  # on CPU no operator
+    # on CPUs no operator is called for it
+    monkeypatch.setattr(Tensor, "tolist", lambda tensor: [value.item() for value in tensor])
     refuse: Any = _RefuseHostSync
     with refuse():
         for step in gradients:
             if free:
                 optimizer.observe_small(squares, 32)
             take_steps(optimizer, params, [step])
-    with pytest.raises(AssertionError, match="_local_scalar_dense"), refuse():  # the detector works
+    # shows that the detector works
+    with pytest.raises(AssertionError, match="_local_scalar_dense"), refuse():
         optimizer.statistics()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", SYNC_FREE)
 def test_a_step_on_a_gpu_without_one_mixes_no_devices(options: dict[str, Any], dtype: torch.dtype) -> None:
-    """Fake tensors refuse what CUDA refuses: operands on two devices, and to tell a value."""
+    """Fake tensors refuse what CUDA refuses: operands on two devices, and reading a value."""
     with FakeTensorMode():
         params = [nn.Parameter(torch.empty(shape, device="cuda", dtype=dtype)) for shape in SHAPES]
         gradients = [[torch.empty_like(p) for p in params] for _ in range(3)]

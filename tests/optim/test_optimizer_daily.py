@@ -43,7 +43,7 @@ def weights(model: nn.Module) -> Tensor:
 
 
 def gradient_squares(optimizer: Optimizer, factor: float = 1.0) -> Tensor:
-    """Squared norms as of a smaller batch: those of the gradients at hand, `factor` times; NaN where there is none."""
+    """Return the present gradients' squared norms times `factor`, as of a smaller batch; NaN without a gradient."""
     values = [p.grad for group in optimizer.param_groups for p in group["params"]]
     return torch.tensor([math.nan if g is None else factor * float(g.square().sum()) for g in values])
 
@@ -70,7 +70,7 @@ def wrap(model: nn.Module, base: Optimizer | None = None, **form: Any) -> TulaOp
 
 
 def step_once(model: nn.Module, optimizer: TulaOptimizer, step: int) -> None:
-    """One step with norms of small gradients that change from step to step."""
+    """Take one step with norms of small gradients that change from step to step."""
     optimizer.zero_grad()
     torch.autograd.backward(loss_of(model, step))
     optimizer.observe_small(gradient_squares(optimizer, 1.5 + math.sin(step)), LOCAL)
@@ -117,7 +117,8 @@ def test_a_step_that_the_scaler_skips_leaves_everything_as_it_was(form: str) -> 
     scaler.step(optimizer)
     scaler.update()
     assert str(optimizer.state_dict()) == str(before)
-    optimizer.zero_grad()  # the norms go with the gradients that they belong to
+    # norms are discarded with their gradients
+    optimizer.zero_grad()
     torch.autograd.backward(loss_of(model, 5))
     factors = [f if f is None else f.item() for f in optimizer.gradscale]
     optimizer.step()
@@ -131,7 +132,8 @@ def test_norms_are_used_once_and_an_overflow_is_no_pair_for_the_noise() -> None:
     train(model, optimizer, range(2))
     seen = optimizer.noise().noise_scale
     averages = optimizer.state_dict()[STATE_KEY]["averages"]
-    model.zero_grad()  # not the optimizer's
+    # not by the optimizer
+    model.zero_grad()
     torch.autograd.backward(loss_of(model, 2))
     optimizer.step()
     assert torch.equal(optimizer.state_dict()[STATE_KEY]["averages"], averages)
@@ -155,7 +157,8 @@ def test_bfloat16_weights_are_scaled_in_their_own_type() -> None:
         parameter.grad = ones.clone()
         optimizer.step()
         assert parameter.dtype == torch.bfloat16
-        assert parameter.tolist() == [0.0] * 4  # 1 − 0.5 · 2
+        # 1 − 0.5 · 2
+        assert parameter.tolist() == [0.0] * 4
 
 
 # gradients that are made in several ways
@@ -178,7 +181,7 @@ def test_accumulated_gradients_train_as_those_of_the_whole_batch(form: str) -> N
     assert optimizers[0].statistics() == pytest.approx(optimizers[1].statistics(), rel=1e-4, abs=1e-6)
 
 
-def test_clipping_comes_first_and_the_factors_do_not_see_it_if_told() -> None:
+def test_clipping_comes_first_and_does_not_change_the_factors_if_informed() -> None:
     model = make_model()
     optimizer, informed = wrap(model, granularity="tensor", gate="none"), wrap(make_model(), granularity="tensor")
     torch.autograd.backward(loss_of(model, 0))
@@ -198,8 +201,8 @@ def test_clipping_comes_first_and_the_factors_do_not_see_it_if_told() -> None:
     assert informed.statistics().gradient_norm == pytest.approx(0.1, rel=1e-3), "the gate sees what the base will see"
 
 
-def test_the_gate_sees_through_clipping_if_told() -> None:
-    """All gradients clipped to one norm would seem to be alike."""
+def test_the_gate_uses_norms_before_clipping_if_informed() -> None:
+    """Gradients that are all clipped to one norm would seem to be equal."""
     optimizers = [wrap(make_model(), granularity="tensor", gate="paper") for _ in range(3)]
     for step in range(4):
         for name, optimizer in zip(("whole", "clipped", "informed"), optimizers, strict=True):
@@ -260,7 +263,8 @@ def test_a_parameter_that_is_frozen_on_the_way_no_longer_decides_a_shared_factor
     params = [nn.Parameter(torch.ones(300)), nn.Parameter(torch.ones(3))]
     form: dict[str, Any] = {"granularity": "model", "exponent": 2.0, "smoothing": smoothing}
     optimizer = TulaOptimizer(SGD(params, lr=0.0), small_batch=SMALL, large_batch=SMALL * 64, gate="none", **form)
-    small = [torch.full((300,), math.sqrt(8.0)), torch.full((3,), math.sqrt(2.0))]  # of ratios 8 and 2
+    # of ratios 8 and 2
+    small = [torch.full((300,), math.sqrt(8.0)), torch.full((3,), math.sqrt(2.0))]
     for frozen in (False, True):
         for _ in range(3):
             for parameter, without in zip(params, (frozen, False), strict=True):
@@ -390,7 +394,8 @@ def test_the_whole_update_of_a_base_that_calls_its_closure_often_is_scaled_once(
 def test_channels_last_trains_the_same_and_stays_so(
     granularity: Any, apply: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(applying, "HEAP_ELEMENTS", 50)  # so that tensors are cut
+    # makes the step cut these tensors
+    monkeypatch.setattr(applying, "HEAP_ELEMENTS", 50)
     results = []
     for memory_format in (torch.contiguous_format, torch.channels_last):
         torch.manual_seed(0)
@@ -413,7 +418,7 @@ def test_channels_last_trains_the_same_and_stays_so(
 
 @pytest.mark.skipif(not is_dynamo_supported(), reason="torch.compile does not know this Python yet")
 def test_a_compiled_model_trains_as_the_plain_one() -> None:
-    """Without generated code, which takes a minute to compile and makes no other gradients."""
+    """No code is generated, because that takes a minute and leads to the same gradients."""
     plain, model = make_model(), make_model()
     compiled: Any = torch.compile(model, backend="aot_eager")
     optimizers = [wrap(plain, **FORMS["all"]), wrap(model, **FORMS["all"])]
@@ -428,7 +433,7 @@ def test_a_compiled_model_trains_as_the_plain_one() -> None:
 
 @pytest.mark.skipif(not is_dynamo_supported(), reason="torch.compile does not know this Python yet")
 def test_a_compiled_step_is_the_plain_one() -> None:
-    """The optimizer itself is left out of what is compiled."""
+    """The optimizer itself is not compiled."""
     models = make_model(), make_model()
     for model, backend in zip(models, (None, "eager"), strict=True):
         optimizer = wrap(model, granularity="tensor", apply="update")
@@ -503,7 +508,7 @@ def test_resume_equals_uninterrupted_bit_for_bit_with_every_option(form: str, ba
 
 
 def test_after_a_fall_back_warm_up_and_interval_go_on_with_the_data_seen() -> None:
-    """With half the batch both are twice as many steps, and those that were taken count twice."""
+    """With half the batch both last twice as many steps, and the steps so far count twice."""
     model = make_model()
     before = wrap(model, scale_warmup=8, update_interval=4)
     for step in range(4):
@@ -555,7 +560,7 @@ SQUARE, TRACE = 3.0, 400.0
 
 
 def law(batch: float) -> float:
-    """E|g|² at a batch."""
+    """Return E|g|² at a batch."""
     return SQUARE + TRACE / batch
 
 
@@ -568,7 +573,7 @@ def one_norm(optimizer: TulaOptimizer, parameter: Tensor) -> None:
 @pytest.mark.parametrize("way", ["set_batch", "state"])
 @pytest.mark.parametrize("batches", [(8, 64), (8, 512), (4, 64), (32, 128)])
 def test_averages_follow_a_change_of_batch(way: str, batches: tuple[int, int]) -> None:
-    """The averages go on as if they had always been of the new batches, so that the factor is right at once."""
+    """The averages become what they would be if all batches had had the new size, so the factor is right at once."""
     parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     form: dict[str, Any] = {"granularity": "tensor", "smoothing": 0.95, "s_max": 99.0}
     optimizer = TulaOptimizer(SGD([parameter], lr=0.0), small_batch=SMALL, large_batch=LARGE, **form)
@@ -671,11 +676,11 @@ def test_a_refused_reference_changes_nothing() -> None:
     assert optimizer.s_max == before
 
 
-# cheap
+# cost
 
 
 class Count(TorchDispatchMode):
-    """Notes operators, and the largest tensor that one makes anew."""
+    """A mode that records operators, and the largest tensor that one creates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -717,7 +722,8 @@ def test_shared_factors_are_never_spread_out_and_norms_are_taken_once(granularit
 @pytest.mark.parametrize("granularity", ["tensor", "model"])
 def test_the_number_of_operations_does_not_grow_with_that_of_tensors(granularity: str) -> None:
     few, many = (counted([5] * n, granularity=granularity) for n in (2, 40))
-    free = {"unbind", "detach", "alias"}  # views: no work on a device
+    # views, which are no work on a device
+    free = {"unbind", "detach", "alias"}
     counts = [len([name for name in count.names if name not in free]) for count in (few, many)]
     assert counts[0] == counts[1]
 

@@ -1,4 +1,4 @@
-"""UpdateGradScale: the factors, their bounds, when they are due, and what the log says of them."""
+"""UpdateGradScale: the factors, their bounds, when they are due, and what the log says about them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def test_element_ratio_is_the_papers_formula() -> None:
 
 def test_ratios_that_are_not_finite_count_as_one() -> None:
     small = torch.tensor([1.0, math.inf, math.nan, 1.0, 3e38, 1.0, 1.0, 0.0])
-    large = torch.tensor([-1e-8, 1.0, 1.0, math.nan, 0.0, math.inf, -math.inf, -1e-8])  # + ε: 0 in the first and last
+    # with ε the first and last are 0
+    large = torch.tensor([-1e-8, 1.0, 1.0, math.nan, 0.0, math.inf, -math.inf, -1e-8])
     assert element_ratio(small, large).tolist() == [1.0] * 8
     for granularity, factors in (("element", [2.0] * 8), ("tensor", 2.0)):
         optimizer = build(8, granularity=granularity, s_min=2.0)
@@ -67,7 +68,8 @@ def test_ratios_that_are_not_finite_count_as_one() -> None:
 @settings(max_examples=40)
 def test_the_factor_of_a_tensor_with_proportional_gradients_is_theirs(values: list[float], factor: float) -> None:
     large = torch.tensor(values)
-    if large.norm() > 1e-3:  # so that ε does not matter
+    # for such norms ε does not matter
+    if large.norm() > 1e-3:
         optimizer = build(len(values), granularity="tensor", s_min=0.0, s_max=100.0)
         optimizer.update_gradscale([-factor * large], [large])
         assert present(optimizer)[0].item() == pytest.approx(factor, rel=1e-4)
@@ -75,7 +77,8 @@ def test_the_factor_of_a_tensor_with_proportional_gradients_is_theirs(values: li
 
 def test_half_precision_gradients_are_divided_in_float32() -> None:
     optimizer = build(1)
-    gradient = torch.tensor([1e-7], dtype=torch.float16)  # ε = 1e-8 is 0 in float16
+    # ε = 1e-8 is 0 in float16
+    gradient = torch.tensor([1e-7], dtype=torch.float16)
     optimizer.update_gradscale([gradient], [torch.zeros_like(gradient)])
     (factor,) = present(optimizer)
     assert factor.dtype == torch.float32
@@ -111,7 +114,8 @@ def test_a_refused_set_batch_changes_nothing() -> None:
 def test_the_default_s_max_never_falls_below_s_min() -> None:
     optimizer = build(1, s_min=3.0)
     optimizer.update_gradscale([torch.ones(1) * 100], [torch.ones(1)])
-    for large in (64, 32):  # as after running out of memory; √(b_large / b_small) is √2 and 1
+    # as after running out of memory; √(b_large / b_small) is √2 and 1
+    for large in (64, 32):
         optimizer.set_batch(large)
         assert (optimizer.s_max, present(optimizer)[0].item()) == (3.0, 3.0)
     optimizer.set_batch(512)

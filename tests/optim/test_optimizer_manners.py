@@ -87,7 +87,8 @@ def run_scheduled(wrapped: bool, name: str, base: Callable[[nn.Module], Optimize
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")  # SequentialLR calls it itself
+# SequentialLR itself passes the epoch
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
 def test_schedulers_drive_it_as_they_drive_the_base(name: str) -> None:
     bases: list[Callable[[nn.Module], Optimizer]] = [sgd, lambda model: AdamW(model.parameters(), lr=0.01)]
     for base in bases:
@@ -114,7 +115,8 @@ def test_groups_and_state_are_the_bases_own_also_after_loading() -> None:
     for _ in range(2):
         assert optimizer.param_groups is base.param_groups
         assert optimizer.state is base.state
-        base.load_state_dict(base.state_dict())  # replaces both objects
+        # replaces both objects
+        base.load_state_dict(base.state_dict())
 
 
 def test_grad_scaler_unscales_before_the_gate_and_skips_overflow() -> None:
@@ -138,7 +140,7 @@ def test_grad_scaler_unscales_before_the_gate_and_skips_overflow() -> None:
 
 
 def test_grad_scaler_with_a_fused_base() -> None:
-    """Fused optimizers take the scale themselves; the gate must see unscaled gradients nevertheless."""
+    """Fused optimizers apply the scale themselves; the gate must see unscaled gradients nevertheless."""
     model = make_model()
     optimizer = wrap(Adam(model.parameters(), lr=0.01, fused=True))
     scaler = GradScaler("cpu", init_scale=2.0**10)
@@ -313,7 +315,8 @@ def test_foreign_state_is_refused_before_anything_changes(spoil: Callable[[dict[
 def test_a_deep_copy_trains_on_like_the_original() -> None:
     model = make_model()
     optimizer = updated(wrap(sgd(model)))
-    scheduler = lr_scheduler.StepLR(optimizer, 1)  # patches step, which must not follow into the copy
+    # patches step, which must not follow into the copy
+    scheduler = lr_scheduler.StepLR(optimizer, 1)
     train(model, optimizer, range(4))
     twin, twin_optimizer = copy.deepcopy((model, optimizer))
     assert scheduler.optimizer is optimizer

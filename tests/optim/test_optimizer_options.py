@@ -1,4 +1,4 @@
-"""Options beyond Algorithm 1: what shares a factor, exponent, smoothing, warm-up, gates, exclusion, scaled updates."""
+"""Options beyond Algorithm 1: who shares a factor, exponent, smoothing, warm-up, gates, exclusion, scaled updates."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from tula_hpc.optim import TulaOptimizer
 from tula_hpc.optim.norm_ratio import norm_ratio
 
 SHAPES = ((3, 2), (4,), (), (5,))
-SMALL, LARGE, LOCAL = 4, 64, 16  # b_small, b_large, and the batch that observed squares come from
+# b_small, b_large, and the batch of observed squares
+SMALL, LARGE, LOCAL = 4, 64, 16
 NORM_FORMS = ("tensor", "model")
 UNITS = {"tensor": [[0], [1], [2], [3]], "model": [[0, 1, 2, 3]]}
 
 
 class Still(Optimizer):
-    """Does nothing: what happens to gradients is the wrapper's work."""
+    """An optimizer that does nothing, because the wrapper changes the gradients."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         super().__init__(params, {})
@@ -66,7 +67,7 @@ def factors(optimizer: TulaOptimizer) -> list[float]:
 
 
 def brought(small: float, large: float, batch: float, wanted: float, large_batch: float) -> float:
-    """The law, written down apart from the code's own."""
+    """Compute the law in other words than the code does."""
     return large + (small - large) * (1 / wanted - 1 / large_batch) / (1 / batch - 1 / large_batch)
 
 
@@ -84,7 +85,7 @@ def brought(small: float, large: float, batch: float, wanted: float, large_batch
 def test_factors_from_observed_norms_follow_their_formula(
     granularity: str, seed: int, exponent: float, smoothing: float, s_min: float
 ) -> None:
-    """Against a plain transcription with floats: law in 1/batch, averages without bias, sums, root, power, bounds."""
+    """The reference is a plain transcription: law in 1/batch, averages without bias, sums, root, power, bounds."""
     params = parameters()
     optimizer = wrap(params, granularity=granularity, exponent=exponent, smoothing=smoothing, s_min=s_min)
     sums, weight = [[0.0, 0.0] for _ in SHAPES], 0.0
@@ -106,7 +107,8 @@ def test_factors_from_observed_norms_follow_their_formula(
                 expected[place] = min(max(ratio, s_min), (LARGE / SMALL) ** (exponent / 2))
         assert factors(optimizer) == pytest.approx(expected, rel=1e-9)
         for parameter, before, factor in zip(params, large, expected, strict=True):
-            torch.testing.assert_close(parameter.grad, before * (factor if step else 1.0))  # no Δ at the first step
+            # no Δ at the first step
+            torch.testing.assert_close(parameter.grad, before * (factor if step else 1.0))
 
 
 @pytest.mark.parametrize("granularity", NORM_FORMS)
@@ -163,16 +165,18 @@ def test_the_guard_holds_a_sudden_length_against_the_average_and_leaves_the_rest
         for optimizer in (guarded, plain):
             optimizer.observe_small(small, SMALL)
             optimizer.step()
-            give(params, [length * gradient for gradient in gradients(0)])  # the step has scaled them
+            # the last step has scaled them
+            give(params, [length * gradient for gradient in gradients(0)])
         both = list(zip(factors(guarded), factors(plain), strict=True))
         if length == 30.0:
             assert all(mine == pytest.approx(2.0 / 30.0, rel=1e-6) and mine < 0.6 * other for mine, other in both)
-        else:  # the averages remember the long one, with the guard and without
+        # the averages remember the long one, with the guard and without
+        else:
             assert all(mine == pytest.approx(other, rel=1e-9) for mine, other in both)
 
 
 def observe(optimizer: TulaOptimizer, small: Sequence[float], large: Sequence[float]) -> None:
-    """A step with these squared norms, the small ones at b_small."""
+    """Take a step with these squared norms, the small ones at b_small."""
     params = optimizer.parameters()
     give(params, [torch.full_like(p, math.sqrt(square / p.numel())) for p, square in zip(params, large, strict=True)])
     optimizer.observe_small(torch.tensor(small, dtype=torch.float64), SMALL)
@@ -180,7 +184,7 @@ def observe(optimizer: TulaOptimizer, small: Sequence[float], large: Sequence[fl
 
 
 def test_the_guard_compares_a_model_as_a_whole() -> None:
-    """Length that only moves from one of its tensors to another is no spike."""
+    """Length that only moves from one tensor of the model to another is no spike."""
     guarded, plain = (
         wrap(parameters(), granularity="model", smoothing=0.9, s_max=99.0, spike_guard=g) for g in (True, False)
     )
@@ -222,7 +226,8 @@ def test_smoothed_elements_move_towards_each_new_ratio_within_the_bounds() -> No
     optimizer.update_gradscale([ones * 2], [ones])
     optimizer.update_gradscale([torch.tensor([1.0, 1e9, 3.0])], [torch.tensor([1.0, 0.0, 1.0])])
     (factor,) = optimizer.gradscale
-    torch.testing.assert_close(factor, torch.tensor([1.75, 2.5, 2.25]))  # the middle one towards s_max = 4
+    # the middle one towards s_max = 4
+    torch.testing.assert_close(factor, torch.tensor([1.75, 2.5, 2.25]))
 
 
 @pytest.mark.parametrize("exponent", [1.0, 2.0, 3.0])
@@ -313,7 +318,7 @@ def test_zero_infinite_and_missing_gradients_leave_finite_factors_and_the_other_
 
 
 def shares(gate: str, norms: Sequence[float], **options: Any) -> list[float]:
-    """One step for each norm; what share of a static scale of 3 was applied, read from the gradient."""
+    """Take one step for each norm; return the share of a static scale of 3 that was applied, read from the gradient."""
     parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     optimizer = wrap([parameter], gate=gate, static_scale=3.0, **options)
     seen = []
@@ -410,7 +415,8 @@ def test_a_scaled_update_is_so_many_times_the_bases(name: str, granularity: str)
     for step in range(3):
         before = [p.detach().clone() for p in params]
         for mine, other in zip(params, shadow, strict=True):
-            other.data.copy_(mine.detach())  # the same weights, and momenta that saw the same gradients
+            # the same weights, and momenta that saw the same gradients
+            other.data.copy_(mine.detach())
         give(params, gradients(step))
         give(shadow, gradients(step))
         optimizer.step()
@@ -430,8 +436,10 @@ def test_a_scaled_update_is_so_many_times_the_bases(name: str, granularity: str)
     "options",
     [
         {"static_scale": 1.0},
-        {"static_scale": 5.0, "delta": 1e-12},  # the gate never opens
-        {},  # no factors yet
+        # the gate never opens
+        {"static_scale": 5.0, "delta": 1e-12},
+        # no factors yet
+        {},
         {"granularity": "tensor", "s_min": 1.0, "s_max": 1.0},
     ],
 )
@@ -463,7 +471,7 @@ def test_adam_swallows_a_scaled_gradient_but_not_a_scaled_update() -> None:
 
 
 class Twice(Still):
-    """Calls its closure twice, then takes 1 from every weight."""
+    """An optimizer that calls its closure twice, then takes 1 from every weight."""
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # no overloads
         assert closure is not None
@@ -481,7 +489,8 @@ def test_of_several_calls_of_a_closure_the_last_decides_on_the_update() -> None:
         parameter.grad = torch.ones(1)
         return 0.0
 
-    optimizer.step(closure)  # the first call has no Δ, the second has one
+    # the first call has no Δ, the second has one
+    optimizer.step(closure)
     assert parameter.item() == pytest.approx(-3.0)
 
 

@@ -1,4 +1,4 @@
-"""SGD's step in pieces: every bit is that of scaling first and stepping then, and nobody who watches is passed by."""
+"""SGD's step in pieces: every bit equals scaling first and stepping then, and no hook of a user is skipped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tula_hpc.optim import scaled_step as sgd_in_pieces
 from tula_hpc.optim.scaled_step import GRAIN, VECTOR, pieces
 
 STEPS = 3
-SHAPES = ((2, 2**16), (101, 333), (128, 32, 4, 8), (77,), (), (70_001,))  # the first and third are cut into two
+# the first and third are cut into two
+SHAPES = ((2, 2**16), (101, 333), (128, 32, 4, 8), (77,), (), (70_001,))
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"momentum": 0.0},
     "momentum": {"momentum": 0.9},
@@ -44,7 +45,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Of as few elements as one thread takes: no test needs large tensors."""
+    """Make pieces of as few elements as one thread takes, so that no test needs large tensors."""
     monkeypatch.setattr(sgd_in_pieces, "PIECE", 2 * GRAIN)
     pieces.cache_clear()
     yield
@@ -61,13 +62,14 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 def gradients(params: Sequence[Tensor], seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     found = [torch.empty_like(p).copy_(torch.randn(p.shape, generator=generator)) for p in params]
-    return [g.contiguous() for g in found] if seed == 2 else found  # of another memory order than the parameter
+    # another memory order than the parameter's
+    return [g.contiguous() for g in found] if seed == 2 else found
 
 
 def train(
     base: Callable[[list[nn.Parameter]], SGD], form: dict[str, Any], dtype: torch.dtype = torch.float32
 ) -> tuple[list[Tensor], int]:
-    """Everything that a few steps leave behind, and how often torch's arithmetic was called in pieces."""
+    """Return the whole state after a few steps, and how often torch's arithmetic was called for pieces."""
     params = parameters(dtype)
     options = {"small_batch": 4, "large_batch": 64, "delta": math.inf, **form}
     optimizer = TulaOptimizer(base(params), **options)
@@ -84,7 +86,7 @@ def train(
 
 
 def alike(base: Callable[[list[nn.Parameter]], SGD], form: dict[str, Any], dtype: torch.dtype = torch.float32) -> int:
-    """Asserts that pieces change no bit; how many calls there were in pieces."""
+    """Assert that pieces change no bit; return how many calls for pieces there were."""
     inside, calls = train(base, form, dtype)
     with mock.patch("tula_hpc.optim.optimizer.fits", return_value=False):
         outside, none = train(base, form, dtype)
@@ -97,7 +99,8 @@ def alike(base: Callable[[list[nn.Parameter]], SGD], form: dict[str, Any], dtype
 def test_every_setting_of_sgd_steps_as_it_does_by_itself(setting: str) -> None:
     assert alike(lambda params: SGD(params, **{"lr": 0.1, **SETTINGS[setting]}), FORMS["tensor"]) >= 5 * (
         STEPS - 1
-    )  # two tensors in two pieces
+        # two tensors in two pieces
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -129,7 +132,7 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
 
 
 def untouched(base: SGD) -> None:
-    """A base that nobody watches."""
+    """Leave the base as it is, without anything that watches it."""
 
 
 def hook_before(base: SGD) -> None:
@@ -178,7 +181,7 @@ def test_a_hook_for_all_optimizers_sees_every_step_of_the_base() -> None:
 
 
 class OwnStep(SGD):
-    """A subclass may do anything in its step."""
+    """A subclass of SGD with its own step."""
 
 
 def test_a_subclass_takes_its_own_step() -> None:
@@ -205,7 +208,7 @@ def test_the_large_layers_of_known_networks_are_cut(threads: int) -> None:
 
 
 def test_the_first_step_is_the_bases_own() -> None:
-    """It makes the momenta."""
+    """That step creates the momenta."""
     params = parameters()
     optimizer = TulaOptimizer(SGD(params, lr=0.1, momentum=0.9), small_batch=4, large_batch=64, static_scale=2.0)
     with mock.patch.object(sgd_in_pieces, "sgd", wraps=sgd) as called:

@@ -1,4 +1,4 @@
-"""The checks that a GPU is to run: they leave no method out, and compare what can be compared."""
+"""The checks that a GPU runs include every method, and compare what can be compared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_synchronizations_are_counted_for_every_method() -> None:
 
 @pytest.mark.processes
 def test_a_profile_is_held_against_steps_without_reference_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It times a pass apart; on a GPU the larger batch is an epoch, and every other step would take one."""
+    """A profile times a pass on its own; on a GPU the larger batch is an epoch, and every other step would take one."""
 
     def refuse(*_: Any) -> None:
         raise AssertionError("a reference pass")

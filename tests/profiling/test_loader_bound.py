@@ -1,4 +1,4 @@
-"""A loader that is too slow, or uneven, in a profile and in the drift watch: with a clock of the test's own."""
+"""A loader that is too slow, or uneven, in a profile and in the drift watch, by a clock of the test's own."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ STEP_S = 0.04
 PREFETCH = 2
 ITEMS = 16
 CPU = torch.device("cpu")
-# how many steps' time the loader needs for a batch, how uneven items are, and processes
+# the loader's time for a batch in steps, how uneven items are, and the number of processes
 ROWS = [(2.0, 0.5, 8), (2.0, 1.0, 4), (1.3, 0.5, 8), (1.3, 1.0, 4), (0.8, 0.5, 8)]
 
 
 class FakeWorker:
-    """Loads and trains on a clock that only they move.
+    """A worker that loads and trains by a clock that only it moves.
 
-    Process k mod L makes batch k, once it has made batch k − L and once the training has taken batch k − 2L.
+    Process k mod L makes batch k, once it has made batch k − L and the training has taken batch k − 2L.
     """
 
     def __init__(self, need: float, cv: float, processes: int, seed: int = 0) -> None:
@@ -67,7 +67,7 @@ class FakeWorker:
 
 
 def profiled(monkeypatch: pytest.MonkeyPatch, fake: FakeWorker) -> StepProfile:
-    """After a warm-up in which the loader gets ahead, the part of a profile that times whole steps."""
+    """Run the part of a profile that times whole steps, after a warm-up in which the loader gets ahead."""
     monkeypatch.setattr(time, "perf_counter", lambda: fake.now)
     profile = StepProfile(cast(Worker, fake), StoppingRule(15, 200, 60.0, 0.02), SharedTimes())
     for _ in range(5):
@@ -79,7 +79,7 @@ def profiled(monkeypatch: pytest.MonkeyPatch, fake: FakeWorker) -> StepProfile:
 
 
 def trained_s(fake: FakeWorker, steps: int = 20_000) -> float:
-    """Seconds of a step in a long training."""
+    """Return the seconds of a step in a long training."""
     batches, started = fake.batches(), fake.now
     for _ in range(steps):
         next(batches)
@@ -103,7 +103,7 @@ def test_a_profile_sees_what_a_training_takes(
 
 
 def test_the_first_rounds_do_not_live_on_what_lay_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else five rounds of a loader that is nearly fast enough would see no wait at all, and all agree on that."""
+    """Otherwise five rounds with a loader that is nearly fast enough would see no wait at all, and agree on that."""
     need, cv, processes = 1.3, 0.5, 8
     runs = [profiled(monkeypatch, FakeWorker(need, cv, processes, seed)).samples["step"] for seed in range(20)]
     first_s = fmean(fmean(steps[:3]) for steps in runs)
@@ -117,7 +117,7 @@ def test_a_loader_that_keeps_up_costs_nothing(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(("need", "cv", "processes"), ROWS)
 def test_the_drift_watch_sees_the_same(monkeypatch: pytest.MonkeyPatch, need: float, cv: float, processes: int) -> None:
-    """Looks are shorter than a turn of the loader, so that most of them see no wait."""
+    """Looks are shorter than a round of the loader's processes, so that most of them see no wait."""
     fake = FakeWorker(need, cv, processes)
     truth_s = trained_s(FakeWorker(need, cv, processes))
     monkeypatch.setattr(time, "perf_counter", lambda: fake.now)
@@ -137,7 +137,7 @@ def test_the_drift_watch_sees_the_same(monkeypatch: pytest.MonkeyPatch, need: fl
 
 
 class FakeEvent:
-    """Is reached by the device when that has done what was asked of it before, as torch.cuda.Event is."""
+    """An event that the device reaches once it has done all earlier work, as torch.cuda.Event."""
 
     device_s = 0.0
     host_s = 0.0

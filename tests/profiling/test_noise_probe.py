@@ -1,4 +1,4 @@
-"""The noise scale at profiling against the covariance of all samples' gradients, taken one by one."""
+"""The noise scale at profiling, compared with the covariance of all samples' gradients, computed one by one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def worker_of(local_batch: int = 64, model: str = "tests.examples.own_workload:p
 
 
 def true_noise_scale(worker: Worker) -> float:
-    """tr(Σ)/|G|² over the whole training set."""
+    """Return tr(Σ)/|G|² over the whole training set."""
     samples = [worker.workload.train[index] for index in range(worker.samples)]
     images = prepared(worker.workload.train, torch.stack([image for image, _ in samples]))
     labels = torch.tensor([label for _, label in samples])
@@ -73,7 +73,7 @@ def test_a_profile_has_it_and_the_plan_can_read_it() -> None:
 
 
 class Looking(nn.Module):
-    """The mean over pixels of scores for each of their two kinds; of complex ones both parts count."""
+    """A model that looks up a score for each of two kinds of pixels and takes the mean; both complex parts count."""
 
     def __init__(self, classes: int, kind: str) -> None:
         super().__init__()
@@ -87,17 +87,17 @@ class Looking(nn.Module):
 
 
 def dense(classes: int, image_size: int) -> nn.Module:
-    """For `model = "tests.profiling.test_noise_probe:dense"`."""
+    """Return a model for `model = "tests.profiling.test_noise_probe:dense"`."""
     return Looking(classes, "dense")
 
 
 def sparse(classes: int, image_size: int) -> nn.Module:
-    """Likewise."""
+    """Return a model with sparse gradients."""
     return Looking(classes, "sparse")
 
 
 def in_pairs(classes: int, image_size: int) -> nn.Module:
-    """Likewise."""
+    """Return a model with complex gradients, which are pairs of numbers."""
     return Looking(classes, "complex")
 
 
@@ -150,7 +150,7 @@ def test_without_memory_nothing_is_known_and_the_profile_goes_on(monkeypatch: py
 
 
 def test_an_all_reduce_for_which_memory_does_not_suffice_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes as much as the gradients once more: a training fits all the same."""
+    """It needs as much memory as the gradients again; the training itself may still fit."""
 
     def fails(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")

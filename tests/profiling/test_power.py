@@ -21,14 +21,14 @@ def zone(root: Path, name: str, microjoules: int, limit: int = 1_000_000_000) ->
 
 @pytest.fixture(autouse=True)
 def _counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processors whose counters the test writes, and no GPUs."""
+    """Let the test write the processors' counters, and hide GPUs."""
     monkeypatch.setattr(meters, "POWERCAP", tmp_path)
     monkeypatch.setitem(sys.modules, "pynvml", None)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds that time.monotonic gives, one after another."""
+    """Let time.monotonic give these seconds, one after another."""
     ticks = [100.0, 110.0]
     monkeypatch.setattr(time, "monotonic", lambda: ticks.pop(0))
     return ticks
@@ -63,7 +63,8 @@ def test_what_may_not_be_read_is_unknown(tmp_path: Path) -> None:
 
 
 def test_nvml_counts_energy_where_it_is_there(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
-    energy = [1_000_000, 3_000_000, 2_500_000, 4_500_000, 5_000_000, 5_000_000]  # millijoules: two GPUs, three times
+    # millijoules of two GPUs, three times
+    energy = [1_000_000, 3_000_000, 2_500_000, 4_500_000, 5_000_000, 5_000_000]
     nvml = SimpleNamespace(
         NVMLError=RuntimeError,
         nvmlInit=lambda: None,
@@ -75,7 +76,7 @@ def test_nvml_counts_energy_where_it_is_there(monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     clock.append(120.0)
     assert mean_power(read_energy(), read_energy()).gpus_w == pytest.approx(300.0)
-    # those of a node's other workers are hidden from this one
+    # GPUs of a node's other workers are hidden from this one
     assert read_energy(4).gpu_joules is None
 
 

@@ -1,4 +1,4 @@
-"""The workload as a command tries it on its own machine: each mistake is one line, and nothing else is one."""
+"""The trial of a workload on the command's own machine: each mistake leads to one line, and nothing else to any."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ max_batch = 16
 
 
 def tried(folder: Path, *, own: str = OWN, nodes: int = 1, cluster: str = "", more: str = "") -> int:
-    """Try it in this process; returns the exit code."""
+    """Try the workload in this process; return the exit code."""
     (folder / "mine.py").write_text(own)
     sys.modules.pop("mine", None)
     (folder / "sweep.toml").write_text(SWEEP.format(nodes=nodes).replace("[search]", f"{more}\n[search]"))
@@ -91,7 +91,7 @@ CUT = "subsets = Subset(whole, order[:40]), Subset(whole, order[40:])"
 SPLITS = {
     "torch": ("subsets = torch.utils.data.random_split(whole, [40, 12])", True),
     "numpy": (f"order = numpy.random.permutation(52)\n    {CUT}", True),
-    # seeds that give another first item each, which of one in 52 pairs is the same
+    # the two seeds give different first items, unlike one pair in 52
     "a generator of its own": (f"order = numpy.random.default_rng(next(SEEDS)).permutation(52)\n    {CUT}", False),
 }
 
@@ -212,7 +212,7 @@ def test_a_mistake_in_own_code_is_one_line(here: Path, capsys: pytest.CaptureFix
     assert old in OWN
     code = tried(here, own=OWN.replace(old, new, 1))
     error = capsys.readouterr().err
-    # what is not there may be elsewhere
+    # what is missing here may exist elsewhere
     assert code == (3 if name == "a missing import" else 2)
     # argparse writes its usage before
     assert error.count("\n") == 1 or "usage:" in error

@@ -26,7 +26,7 @@ seconds = st.floats(min_value=1e-6, max_value=1e3)
 RULE = StoppingRule(min_steps=15, max_steps=200, max_seconds=60, ci_width=0.02)
 
 
-class Alone:
+class LoneWorker:
     """A worker without peers."""
 
     device = torch.device("cpu")
@@ -38,8 +38,8 @@ class Alone:
         pass
 
 
-class BesideASlowOne(Alone):
-    """A worker whose peer has not measured enough before so many looks."""
+class WithSlowPeer(LoneWorker):
+    """A worker whose peer has measured enough only after this many looks."""
 
     def __init__(self, looks: int) -> None:
         self.looks = looks
@@ -83,14 +83,14 @@ def test_a_single_disturbance_moves_the_mean_by_no_more_than_an_ordinary_round(
 
 @pytest.mark.parametrize("rounds", [5, 10, 25])
 def test_what_happens_in_every_fourth_step_is_counted(rounds: int) -> None:
-    """Bursts of a loader with four processes: a median of steps would be 1."""
+    """A loader with four processes delivers in bursts, for which the median of steps would be 1."""
     steps = [1.0, 1.0, 1.0, 5.0] * rounds
     means = [sum(steps[at : at + 4]) / 4 for at in range(0, len(steps), 4)]
     assert mean_interval(means).mean_s == 2.0
 
 
 def drift_of(rounds: list[float]) -> float:
-    """As a measurement over these rounds would record it."""
+    """Return the drift that a measurement over these rounds would record."""
     first, second, scatter = halves_of(rounds) or (None, None, None)
     zeros = dict.fromkeys(name for name, field in StepTimes.model_fields.items() if field.is_required())
     halves = {"first_half_s": first, "second_half_s": second, "halves_scatter_s": scatter}
@@ -138,7 +138,8 @@ def test_a_round_holds_whole_turns_of_the_loader_and_lasts_long_enough(about_s: 
 def test_stops_once_the_mean_is_known() -> None:
     rule = StoppingRule(min_steps=10, max_steps=100, max_seconds=60, ci_width=0.02)
     assert not rule.done([1e-3] * 4, 2)
-    assert not rule.done([1e-3] * 4, 3)  # as many steps, but too few rounds for an interval to be believed
+    # as many steps, but too few rounds to believe in an interval
+    assert not rule.done([1e-3] * 4, 3)
     assert rule.done([1e-3] * 5, 2)
     noisy = [1e-3, 2e-3] * 10
     assert not rule.done(noisy, 2)
@@ -150,7 +151,7 @@ def test_never_exceeds_the_upper_bound_but_for_two_rounds(steps: int, rounds: in
     source = random.Random(1)
     rule = StoppingRule(min_steps=5, max_steps=23, max_seconds=60, ci_width=1e-9)
     calls: list[float] = []
-    samples = driven(rounds_of(Alone(), rule, steps), lambda: calls.append(source.random()))
+    samples = driven(rounds_of(LoneWorker(), rule, steps), lambda: calls.append(source.random()))
     assert (len(samples), len(calls)) == (rounds, rounds * steps)
 
 
@@ -162,7 +163,7 @@ def test_time_limit_ends_a_slow_measurement() -> None:
 
 
 def test_a_short_training_is_timed_for_less_long() -> None:
-    """1.5 % of its steps, between 10 s and a minute, and five steps at least; what the user asks for is done."""
+    """It takes 1.5 % of its steps, between 10 s and a minute, and at least five; the user's settings come first."""
     rule = StoppingRule.of(SearchSpec(), 2000)
     assert [rule.in_proportion(step_s).max_seconds for step_s in (0.01, 0.4, 10.0)] == [10.0, 12.0, 60.0]
     assert [rule.in_proportion(step_s).min_steps for step_s in (0.01, 0.4, 10.0, 30.0)] == [15, 15, 6, 5]
@@ -181,11 +182,11 @@ def test_long_steps_warm_up_in_fewer(monkeypatch: pytest.MonkeyPatch, step_s: fl
         now[0] += step_s
         steps.append(None)
 
-    driven(warm_up(Alone(), most), step)
+    driven(warm_up(LoneWorker(), most), step)
     assert len(steps) == taken
 
 
 def test_all_workers_take_as_many_rounds_as_the_one_that_needs_most(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
-    assert len(driven(rounds_of(Alone(), RULE, 3), list)) == LEAST_ROUNDS
-    assert len(driven(rounds_of(BesideASlowOne(looks=9), RULE, 3), list)) == 9
+    assert len(driven(rounds_of(LoneWorker(), RULE, 3), list)) == LEAST_ROUNDS
+    assert len(driven(rounds_of(WithSlowPeer(looks=9), RULE, 3), list)) == 9

@@ -1,4 +1,4 @@
-"""What a profile job measures next, and what it leaves behind for whoever finds it dead."""
+"""What a profile job measures next, and what it leaves for the command that finds it dead."""
 
 from __future__ import annotations
 
@@ -79,14 +79,15 @@ def test_in_one_allocation_for_all_sizes_it_measures_smaller_ones_too(tmp_path: 
 def test_a_smaller_size_is_measured_beside_idle_nodes_where_that_costs_less_than_a_job_of_its_own(
     tmp_path: Path,
 ) -> None:
-    """2 nodes for e seconds against 1 node for a start and e seconds: the quicker ones stay."""
+    """2 nodes for e seconds are compared with 1 node for a start and e seconds, so the quicker ones stay in the job."""
     for elapsed_s, stays in ((0.9 * STARTUP_S, True), (1.2 * STARTUP_S, False)):
         folder = tmp_path / str(stays)
         folder.mkdir()
         seen = work_off(job(folder), answers(MORE), elapsed_s=elapsed_s)
         assert (MORE[0] in seen) == stays
         assert MORE[1] in seen
-        assert MORE[2] not in seen  # more nodes than there are
+        # more nodes than there are
+        assert MORE[2] not in seen
 
 
 def test_where_other_jobs_run_a_job_keeps_to_its_size(tmp_path: Path) -> None:
@@ -100,7 +101,8 @@ def test_without_asking_only_the_list_is_measured(tmp_path: Path) -> None:
 def test_what_is_on_record_is_not_measured_again_whoever_proposes_it(tmp_path: Path) -> None:
     of = job(tmp_path)
     finish(of, LIST[0])
-    assert work_off(of, answers(list(LIST), MORE)) == [LIST[1]]  # nothing new was proposed: it does not ask for ever
+    # nothing new was proposed, so that it must not ask for ever
+    assert work_off(of, answers(list(LIST), MORE)) == [LIST[1]]
 
 
 def test_a_failing_search_ends_the_job_but_not_what_it_measured(tmp_path: Path) -> None:
@@ -127,7 +129,7 @@ def test_a_job_that_cannot_ask_for_a_scripts_passes_fails_by_its_first_configura
 
 def test_nothing_is_begun_that_the_time_limit_would_cut(tmp_path: Path) -> None:
     assert work_off(job(tmp_path, minutes=1), answers(MORE), elapsed_s=40.0) == [LIST[0]]
-    # the rest is proposed again, not held against the job
+    # the rest is proposed again, and does not count against the job
     assert blamed_configuration(LIST, tmp_path / "n2-0.jsonl") is None
     (tmp_path / "long").mkdir()
     assert work_off(job(tmp_path / "long", minutes=1), answers(MORE), elapsed_s=30.0) == [*LIST, MORE[1]]
@@ -140,7 +142,7 @@ def test_only_rank_0_writes(tmp_path: Path) -> None:
 
 
 def killed_after(of: ProfileJob, steps: int) -> Configuration | None:
-    """What the job is held to have died of, when it is killed while it measures its n-th configuration."""
+    """Return the configuration that counts as the cause, if the job is killed while it measures its n-th one."""
     queue = WorkQueue(of, RANK_0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tula_hpc.profiling.work_queue.ask_search", answers(MORE))
@@ -170,7 +172,7 @@ def test_an_out_of_memory_that_a_worker_recorded_needs_no_second_record(tmp_path
 
 
 def test_a_death_that_is_on_record_is_held_against_nothing_else(tmp_path: Path) -> None:
-    """The command that had written it down was killed before it noted that the job's end was seen to."""
+    """The command that recorded it was killed before it noted that the job's end had been handled."""
     of = job(tmp_path)
     append_record(of.output, measurement(LIST[0], status="failed", failure=Failure.BUG))
     assert blamed_configuration(LIST, of.output) is None
@@ -185,7 +187,7 @@ def test_a_requeued_job_goes_on_where_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_the_search_is_asked_in_a_process_of_its_own_and_sees_all_of_the_run(tmp_path: Path) -> None:
-    """A real one: it answers as it would here, from this job's file and those of others."""
+    """The search runs in a real process and answers as here, from this job's file and those of others."""
     of = job(tmp_path, mode="full", cluster_sizes=[1, 2], min_batch=32, max_batch=64)
     finish(of, Configuration(2, 1, 16))
     append_record(tmp_path / "other.jsonl", measurement(Configuration(1, 1, 64)))

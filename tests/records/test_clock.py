@@ -1,4 +1,4 @@
-"""Times on record when the machine's clock is set: durations within a process and what they cost stay right."""
+"""Times on record when the machine's clock is set: durations within a process, and their cost, stay right."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_events_of_one_process_are_as_far_apart_as_they_were(
 def test_a_command_is_at_work_since_a_moment_of_its_events_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump_s: float
 ) -> None:
-    """Files have the system's, which was set since the process began."""
+    """Files have the system's clock, which was set after the process began."""
     monkeypatch.setattr(env, "_EPOCH_OF_STEADY", env._EPOCH_OF_STEADY - jump_s)
     run = RunDirectory(tmp_path / "run").create()
     before = unix_time()
@@ -46,7 +46,7 @@ def test_a_command_is_at_work_since_a_moment_of_its_events_clock(
 
 @pytest.mark.parametrize("jump_s", [YEARS_S, -YEARS_S])
 def test_a_training_costs_what_it_took_where_the_clock_was_set_before_it_began(tmp_path: Path, jump_s: float) -> None:
-    """Of jobs on this machine the events alone tell; the command that submitted them goes on by its own clock."""
+    """For jobs on this machine there are only events; the command that submitted them continues with its own clock."""
     run = make_run(tmp_path / "run", stage="plan")
     write_atomically(run.cluster_file, CLUSTER_TOML.replace('executor = "slurm"', 'executor = "local"'))
     for event, at in (("submitted", 0.0), ("finished", 35.0 + jump_s), ("ended", 36.0)):

@@ -1,4 +1,4 @@
-"""A run directory that is deleted while its jobs work: they end, and leave a later run of that name alone."""
+"""If a run directory is deleted while its jobs work, they end, and do not touch a later run of that name."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def test_a_folder_is_lost_when_its_name_leads_elsewhere(tmp_path: Path) -> None:
     seen.append(held.is_lost)
     (tmp_path / "moved").rename(folder)
     seen.append(held.is_lost)
-    for _ in range(3):  # a file system would gladly give it the same number again
+    # a file system often gives it the same number again
+    for _ in range(3):
         put_another_in_the_place_of(folder)
         seen.append(held.is_lost)
     assert seen == [False, True, False, True, True, True]
@@ -72,7 +73,7 @@ def test_what_cannot_be_told_for_now_is_not_lost(tmp_path: Path, monkeypatch: py
 
 
 class SwapAtALook(StopRequest):
-    """Puts another folder in the place of a training's at its third look, between two steps."""
+    """A stop request that replaces a training's folder at its third check, between two steps."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.looks = folder, 0
@@ -99,7 +100,7 @@ def test_a_training_whose_folder_was_deleted_ends_and_writes_nothing_into_the_ne
 
 
 class SwapWhenAsked:
-    """A work queue of one configuration, at whose naming the profile's folder is replaced."""
+    """A work queue of one configuration, which replaces the profile's folder when it is asked for it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.left = folder, [CONFIGURATION]

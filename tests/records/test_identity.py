@@ -1,4 +1,4 @@
-"""What is measured and trained: one digest everywhere, and what is another one is told."""
+"""What is measured and trained has one digest everywhere, and a difference is named."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_measurements_of_two_models_are_not_planned_from(tmp_path: Path, capsys:
     assert "mix different models or data (the model has 2,468 parameters now, 1,234 before" in output
     assert f"or keep it and delete {run.profile / 'n1-b32-9.jsonl'}, {run.profile / 'n1-b64-9.jsonl'}, or" in output
     assert "Undo the change and delete " in output
-    # and status says so
+    # status says so, too
     assert obstacle(run, run.measurements().records) == output.strip()
     for batch in (32, 64):
         (run.profile / f"n1-b{batch}-9.jsonl").unlink()
@@ -124,7 +124,7 @@ def tell(folder: Path, seed: int) -> None:
 
 
 def identity_in(folder: Path, seed: int = 0) -> Identity:
-    """Ask a process that has imported nothing of the folder."""
+    """Ask a process that has imported nothing from the folder."""
     process = context_of_workers().Process(target=tell, args=(folder, seed))
     process.start()
     process.join()
@@ -132,7 +132,7 @@ def identity_in(folder: Path, seed: int = 0) -> Identity:
 
 
 def digests_in(folder: Path) -> dict[str, str]:
-    """Ask a process that is started there, whose hashes of strings are others."""
+    """Ask a process that is started there, whose hashes of strings differ."""
     code = "import json; from tula_hpc.own_sources import digests_of; print(json.dumps(digests_of(['net:net'])))"
     command = [sys.executable, "-P", "-c", code]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -177,13 +177,13 @@ def test_comments_and_formatting_are_no_change_and_other_code_is_named(tmp_path:
 
 
 def test_a_script_that_imports_as_if_it_were_in_a_package_has_its_files(tmp_path: Path) -> None:
-    """Its own error is then the one that is told."""
+    """The error is then the script's own."""
     from tula_hpc.own_sources import own_sources
 
     write_own(tmp_path)
     script = tmp_path / "train.py"
     script.write_text("from .helper import layers\nfrom . import other\nfrom .. import above\n")
     assert [*own_sources([str(script)])] == ["helper/__init__.py", "helper/layers.py", "train.py"]
-    # also where an editor has written a byte order mark
+    # even if an editor has written a byte order mark
     script.write_bytes(b"\xef\xbb\xbf" + script.read_bytes())
     assert [*own_sources([str(script)])] == ["helper/__init__.py", "helper/layers.py", "train.py"]

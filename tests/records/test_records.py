@@ -50,7 +50,8 @@ def test_a_torn_last_line_is_skipped_counted_and_spoils_no_later_one(tmp_path: P
     path = tmp_path / "m.jsonl"
     append_record(path, oom(8))
     with path.open("a") as file:
-        file.write('{"status": "ok", "nodes": 1, "wor')  # the writer was killed here
+        # the writer was killed here
+        file.write('{"status": "ok", "nodes": 1, "wor')
     append_record(path, oom(16))
     records, skipped, _ = read_records(Measurement, [path])
     assert [record.local_batch for record in records] == [8, 16]
@@ -80,7 +81,7 @@ def test_lines_of_concurrent_writers_do_not_mix(tmp_path: Path) -> None:
 
 
 def test_a_writer_waits_for_another_one_but_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On NFS it would else write over the line that another node appends."""
+    """Otherwise, on NFS it would write over the line that another node appends."""
     path = tmp_path / "m.jsonl"
     append_record(path, oom(8))
     with path.open("rb") as other:
@@ -103,7 +104,8 @@ def test_a_failed_atomic_write_leaves_the_old_file_and_no_litter(tmp_path: Path)
     path = tmp_path / "plan.json"
     write_atomically(path, "old")
     with pytest.raises(UnicodeEncodeError):
-        write_atomically(path, "\ud800")  # cannot be encoded: fails in the middle
+        # it cannot be encoded, and so fails in the middle
+        write_atomically(path, "\ud800")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
 
@@ -133,7 +135,8 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
 
 def test_metrics_after_a_rollback_supersede_those_before(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    for loss in (3.0, 2.0):  # the second run repeats the step that the first one did after its last checkpoint
+    # the second run repeats the step that the first one took after its last checkpoint
+    for loss in (3.0, 2.0):
         append_record(path, StepMetrics(step=10, samples_seen=640, epoch=0.5, loss=loss, lr=0.1, step_time_s=0.1))
     fields = {"train_loss": 1.0, "test_loss": 1.0, "test_accuracy": 0.5, "test_top5_accuracy": 0.9, "epoch_time_s": 1.0}
     append_record(path, EpochMetrics(epoch=1, step=20, samples_seen=1280, global_batch=64, steps=20, **fields))
@@ -197,7 +200,7 @@ def test_what_a_job_reports_before_its_submission_is_on_record_is_kept() -> None
 
 
 def test_a_training_whose_files_were_moved_away_is_not_the_next_ones() -> None:
-    """Neither its events nor the nodes that it had; its jobs stay on record."""
+    """Neither its events nor its nodes count; its jobs stay on record."""
     before = [{"event": "submitted", "job_id": "7"}, {"event": "finished", "job_id": "7"}]
     run_history = history(
         *before, {"event": "submitted", "job_id": "8", "data": {"anew": True}}, {"event": "resumed", "job_id": "8"}

@@ -1,4 +1,4 @@
-"""What sweeps/README.md shows for notebooks runs as it stands."""
+"""The example for notebooks in sweeps/README.md runs as it stands."""
 
 from __future__ import annotations
 

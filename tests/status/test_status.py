@@ -1,4 +1,4 @@
-"""What `status` says of runs of every stage and age, with and without a scheduler that answers."""
+"""What `status` says about runs of every stage and age, with and without a scheduler that answers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class FakeSlurm:
 
     def __init__(self) -> None:
         self.jobs: dict[str, tuple[str, str]] = {}
-        self.accounted: list[str] | None = []  # lines of sacct; None: there is no accounting
+        # lines of sacct; None: there is no accounting
+        self.accounted: list[str] | None = []
         self.dead = False
 
     def run(self, arguments: Sequence[str], timeout_s: float = 60.0) -> str:
@@ -98,7 +99,7 @@ def no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def new_run(root: Path, *, executor: str = "slurm") -> RunDirectory:
-    """As right after the command began."""
+    """Make a run as it is directly after the command began."""
     run = RunDirectory(root).create()
     write_atomically(run.sweep_file, SWEEP_TOML)
     write_atomically(run.cluster_file, CLUSTER_TOML.replace('"slurm"', f'"{executor}"'))
@@ -117,7 +118,7 @@ def phases(run_status: RunStatus) -> dict[str, JobPhase]:
 
 
 def text_of(run_status: RunStatus) -> str:
-    """Without line breaks."""
+    """Return the text without line breaks."""
     return " ".join(status_text(run_status).split())
 
 
@@ -132,7 +133,7 @@ def text_of(run_status: RunStatus) -> str:
 def test_a_run_of_every_stage_is_told_from_its_files_alone(
     tmp_path: Path, stage: str, epochs: int, state: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """These are as made before there were "ended" events, job notes, or labels of trainings."""
+    """These files are from before there were "ended" events, job notes, or labels of trainings."""
     run = make_run(tmp_path / "run", stage=stage, epochs_done=epochs)
     assert status.main([str(run.root)]) == {"stopped": 3, "unknown": 4}.get(state, 0)
     text = capsys.readouterr().out
@@ -226,7 +227,7 @@ def test_a_plan_that_was_edited_is_refused_alike_by_status_plan_and_sweep_until_
     assert f"warning: {doubt}\n" in capsys.readouterr().err
     assert plan_command([str(run.root), "--set", "objective.kind=time", "--write"]) == 0
     assert obstacle(run, run.measurements().records) == ""
-    # by an editor that ends files with a new line
+    # changed by an editor that ends files with a newline
     run.plan_file.write_text(f"{run.plan_file.read_text()}\n")
     assert run.read_plan().objective == "time"
 
@@ -449,7 +450,8 @@ def test_another_clusters_slurm_is_not_believed(tmp_path: Path, cluster: FakeSlu
     run_status = status.status_of(run.root)
     assert run_status.state == "unknown"
     assert "another cluster's" in run_status.scheduler.words
-    cluster.accounted = None  # without accounting a job that is over leaves no trace
+    # without accounting a finished job leaves no trace
+    cluster.accounted = None
     assert status.status_of(run.root).state == "over"
 
 
@@ -542,7 +544,7 @@ def test_what_the_job_says_of_its_end_goes_before_what_the_scheduler_says(tmp_pa
 
 
 def test_a_job_asks_for_a_requeue_in_vain_and_the_next_one_goes_on(tmp_path: Path, cluster: FakeSlurm) -> None:
-    """Its own "failed" names no failure: only the command decides what it was."""
+    """Its own "failed" names no failure, because only the command decides about that."""
     run = new_run(tmp_path / "run")
     submit(run, "7", "train", label="main")
     run.log_event("failed", "train", job_id="7", detail="requeue refused: Requeue is disabled")
@@ -613,7 +615,7 @@ def test_a_search_that_was_narrowed_is_not_said_to_measure_more_than_the_most(
 
 
 def detached(root: Path, cluster: FakeSlurm, alive: dict[str, tuple[str, str]]) -> RunDirectory:
-    """A detached sweep with the profile job 7 and the controller 8."""
+    """Make a detached sweep with the profile job 7 and the controller 8."""
     run = new_run(root)
     cluster.accounted = None
     run.log_event("detached", "control", data={"until": "report"})
@@ -708,7 +710,7 @@ def test_a_controller_that_failed_says_why_and_its_guard_does_not_hide_it(tmp_pa
 
 
 def profiled(root: Path) -> RunDirectory:
-    """A profile job measured something, and is over."""
+    """Make a run whose profile job has measured something and is over."""
     run = new_run(root)
     submit(run, "7")
     append_record(run.profile / "a.jsonl", measurement(Configuration(1, 1, 32), job_id="7"))
@@ -805,7 +807,7 @@ def test_a_measurement_that_is_damaged_later_is_named_and_nothing_is_finished(
     file = run.profile / "a.jsonl"
     with file.open("a") as lines:
         lines.write("{torn\n")
-    # events tell the time by a clock that corrections of the system's leave alone
+    # the clock of events is not changed by corrections of the system's clock
     earlier = time.time() - 60
     os.utime(file, (earlier, earlier))
     run.log_event("ended", "profile")
@@ -937,7 +939,7 @@ def test_nothing_is_written_and_no_right_to_write_is_needed(tmp_path: Path, clus
 
 
 def log_steps(run: RunDirectory, steps: int, *, batch: int = 100, step_time_s: float = 0.5) -> None:
-    """Of a data set of a thousand samples."""
+    """Log steps of a data set of a thousand samples."""
     path = run.train().metrics_file
     path.parent.mkdir(parents=True, exist_ok=True)
     for step in range(1, steps + 1):
@@ -1032,7 +1034,8 @@ def test_what_is_left_is_the_samples_left_at_the_present_pace(
     training = describe(read_facts(run), Answer({})).training
     assert training is not None
     assert training.global_batch == batch
-    left = 20 * 1000 - steps * batch  # the sweep trains 20 epochs
+    # the sweep trains 20 epochs
+    left = 20 * 1000 - steps * batch
     assert training.left_s == pytest.approx(max(0, left) / batch * step_time_s)
     assert training.share == pytest.approx(min(1.0, steps * batch / 20_000))
 
@@ -1180,7 +1183,7 @@ def test_a_training_that_is_tried_again_has_not_failed_for_good(
         submit(run, job_id, "train", label=label)
         run.log_event("failed", "train", job_id=job_id, failure=failure, detail="x", data={"label": label})
 
-    # of an earlier command
+    # from an earlier command
     fail("9")
     time.sleep(0.05)
     with run.locked():
@@ -1246,7 +1249,7 @@ def test_profiling_is_paid_until_now_while_it_runs(tmp_path: Path, cluster: Fake
 
 
 def test_profiling_costs_what_accounting_says_where_it_has_every_job(tmp_path: Path, cluster: FakeSlurm) -> None:
-    """It also counts the seconds in which a job ends, which no job can note."""
+    """It also counts the seconds in which a job ends, which no job can note itself."""
     run = new_run(tmp_path / "run")
     for job in ("7", "8"):
         submit(run, job)
@@ -1271,7 +1274,7 @@ def test_profiling_costs_what_accounting_says_where_it_has_every_job(tmp_path: P
 
 
 def test_a_clock_that_was_set_makes_no_job_longer_than_its_limit(tmp_path: Path) -> None:
-    """The command and its job are two processes, whose first looks at the clock may be years apart."""
+    """The command and its job are two processes, whose clocks may differ by years."""
     run = new_run(tmp_path / "run", executor="local")
     submit(run, "7", "train", nodes=2)
     years_later = {"time": time.time() + 1e8, "event": "finished", "stage": "train", "job_id": "7"}
@@ -1379,7 +1382,8 @@ def test_a_training_that_ended_is_held_against_its_plan(tmp_path: Path, cluster:
 PRICES: dict[str, dict[str, object]] = {
     "node-hour": {"usd_per_node_hour": 3.0},
     "spot": {"usd_per_spot_node_hour": 3.0},
-    "memory": {"usd_per_gib_hour": 1.5},  # 2 GiB
+    # 2 GiB
+    "memory": {"usd_per_gib_hour": 1.5},
     "tres": {"tres_weights": "CPU=1.5", "usd_per_unit": 1.0, "node_cpus": 2},
     "energy": {"watts_per_node": 1000, "pue": 1.5, "usd_per_kwh": 2.0},
 }
@@ -1423,7 +1427,7 @@ def test_json_is_one_object_whose_keys_the_module_documents(
 
 
 def _keys(model: type[BaseModel]) -> Iterator[str]:
-    """Of the model and of those inside it, without the prose of their types."""
+    """Yield the keys of the model and of those in it, without the descriptions of their types."""
     for name, field in model.model_fields.items():
         yield name
         for inner in (field.annotation, *getattr(field.annotation, "__args__", ())):

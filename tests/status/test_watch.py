@@ -23,7 +23,7 @@ CONFIGURATIONS = [Configuration(1, 1, batch) for batch in (32, 64, 128, 256)]
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    """Four profiles are submitted, in two jobs."""
+    """A run with four profiles submitted in two jobs."""
     run = RunDirectory(tmp_path / "run").create()
     write_atomically(run.sweep_file, SWEEP_TOML)
     write_atomically(run.cluster_file, CLUSTER_TOML)
@@ -34,7 +34,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def status_with(run: RunDirectory, **states: tuple[str, str]) -> RunStatus:
-    """What is said while Slurm answers so; j7="RUNNING" is job 7."""
+    """Return the status if Slurm answers so; j7="RUNNING" is job 7."""
     active = {name[1:]: JobState(*state) for name, state in states.items()}
     return describe(read_facts(run), Answer(active))
 
@@ -101,7 +101,7 @@ def test_a_screen_is_drawn_in_place_and_its_last_state_stays(
 
 
 def test_it_ends_with_its_reader(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of `tula status RUN --watch | head -1`."""
+    """A pipe such as `tula status RUN --watch | head -1` closes its output."""
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as nobody:
@@ -109,7 +109,7 @@ def test_it_ends_with_its_reader(run: RunDirectory, monkeypatch: pytest.MonkeyPa
         with pytest.raises(BrokenPipeError):
             watch(looks(status_with(run, j7=("PENDING", "Priority"))), lambda _: None)
         monkeypatch.undo()
-        # or its end would write what is left
+        # otherwise its end would write the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), nobody.fileno())
 
 

@@ -1,4 +1,4 @@
-"""Drift in a real training of one worker: events, files, and that nothing else changes by it."""
+"""Drift in a real training of one worker: events, files, and that it changes nothing else."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def as_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
 def train(run: RunDirectory, spec: SweepSpec | None = None) -> list[Event]:
     job = TrainJob(spec or sweep(), ClusterSpec(), CONFIGURATION, run.root)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drift_probe, "BLOCK_S", 0.02)  # a probe computes for some of them
+        # a probe computes for some of these blocks
+        patch.setattr(drift_probe, "BLOCK_S", 0.02)
         assert run_training(job, StopRequest()) == "finished"
     return [event for event in run.events() if event.event in ("drifted", "recovered")]
 
@@ -103,7 +104,8 @@ def weights(run: RunDirectory) -> dict[str, Tensor]:
 def test_a_wrong_prediction_is_said_once_with_its_size_and_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(time, "perf_counter", time.process_time)  # processor time, which other work does not prolong
+    # processor time, which other work does not prolong
+    monkeypatch.setattr(time, "perf_counter", time.process_time)
     run = prepared(tmp_path, step_time_s=1e-5)
     (event,) = train(run, sweep("tula_hpc.workloads.small_cnns:compact_cnn"))
     assert event.event == "drifted"
@@ -167,7 +169,8 @@ def test_metrics_have_the_loaders_wait_and_the_noise_scale(tmp_path: Path) -> No
     metrics = read_metrics(run.train().metrics_file)
     assert all(step.data_time_s is not None and 0 < step.data_time_s < step.step_time_s for step in metrics.steps)
     updates = [step for step in metrics.steps if step.noise_trace is not None]
-    assert 5 <= len(updates) <= 8  # an update every third step of 24, but none at first
+    # an update every third step of 24, but none at first
+    assert 5 <= len(updates) <= 8
     assert all(step.noise_gradient_square is not None for step in updates)
     assert any(step.noise_scale is not None for step in updates)
     assert any(epoch.noise_scale is not None for epoch in metrics.epochs)

@@ -1,4 +1,4 @@
-"""Ways out of a training that was stopped."""
+"""How a training ends that was stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The epoch beside a logged step: whole at the end of each epoch, whatever its batches leave over."""
+"""The epoch in a line of steps is whole at the end of each epoch, however large its last batch is."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_last_step_of_an_epoch_is_at_a_whole_number(
 def test_an_item_that_is_not_finite_is_named_and_not_the_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval: int, study: dict[str, object] | None
 ) -> None:
-    """In whichever of the steps since the last line it was; a study does not hold it against a method."""
+    """It may be in any step since the last line; a study does not count it against a method."""
     monkeypatch.setattr(trainer_module, "join_job", lambda: ALONE)
     workload = {"model": PERCEPTRON, "dataset": "digits", "loader_workers": 0, "samples": 64, "epochs": 2}
     tables: dict[str, object] = {"name": "x", "workload": workload}

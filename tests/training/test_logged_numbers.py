@@ -43,7 +43,7 @@ def train(folder: Path, spec: SweepSpec, monkeypatch: pytest.MonkeyPatch) -> tup
 
 
 def test_an_epochs_line_has_its_critical_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the pairs that its steps logged, averaged before they are divided."""
+    """It comes from the pairs that its steps logged, averaged before they are divided."""
     metrics, _ = train(tmp_path / "run", sweep(), monkeypatch)
     for epoch in metrics.epochs:
         rows = [row for row in metrics.steps if epoch.epoch - 1 < row.epoch <= epoch.epoch]
@@ -56,7 +56,7 @@ def test_an_epochs_line_has_its_critical_batch(tmp_path: Path, monkeypatch: pyte
 def test_the_first_batch_is_of_the_start_and_no_step_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loader processes, which import torch, start with it; so a profile's start has them, too."""
+    """Loader processes, which import torch, start with it, so that a profile's start includes them, too."""
     slow_s = 1.5
     batches = Worker.batches
 
@@ -82,7 +82,7 @@ def test_the_first_batch_is_of_the_start_and_no_step_waits_for_it(
 def test_a_training_logs_the_mean_scale_that_it_applied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: str
 ) -> None:
-    """Warm-up and gate are in it."""
+    """The mean includes warm-up and gate."""
     options: dict[str, Any] = {"gate": gate, "granularity": "model", "reference": "free"}
     options |= {"delta": 2.0, "log_interval_steps": 1}
     metrics, _ = train(tmp_path, sweep(**options), monkeypatch)

@@ -1,4 +1,4 @@
-"""A stop that comes in the midst of an evaluation: saved before it, and the resumed training begins with it."""
+"""A stop during an evaluation: the state before it is saved, and the resumed training begins with that evaluation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from tula_hpc.training.loop import run_training
 
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 CONFIGURATION = Configuration(nodes=1, workers_per_node=1, local_batch=64)
-BATCHES = 6  # batches of the test set, which has 359 samples
+# batches of the test set, which has 359 samples
+BATCHES = 6
 
 
 class Stateful(nn.Module):
@@ -81,7 +82,8 @@ STUDY = sweep({"method": "lbt"}, {"methods": ["lbt"], "batches": [64]})
 @pytest.fixture(autouse=True)
 def as_a_job(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(trainer_module, "join_job", lambda: ALONE)
-    monkeypatch.setattr(stopping, "FIRST_CHECKS", 1000)  # check for a stop after every batch, however short
+    # check for a stop after every batch, however short
+    monkeypatch.setattr(stopping, "FIRST_CHECKS", 1000)
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGTERM)}
     yield
     for number, handler in before.items():

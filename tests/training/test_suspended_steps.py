@@ -31,14 +31,14 @@ def handler() -> Iterator[None]:
 def test_a_suspension_is_in_no_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str], step: int, interval: int
 ) -> None:
-    """Neither in that of its step nor in the next, also where its step ends a line, or is suspended after it."""
+    """It is neither in the line of its step nor in the next, even if the step ends a line or is suspended after it."""
     usual = getattr(*where)
     calls: list[None] = []
 
     def suspended(*given: Any) -> Any:
         calls.append(None)
         if len(calls) == step:
-            # as after a real suspension: time has passed, and CONT comes
+            # as after a real suspension: time has passed, and CONT arrives
             time.sleep(PAUSE_S)
             os.kill(os.getpid(), signal.SIGCONT)
         return usual(*given)
