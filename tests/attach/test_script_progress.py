@@ -193,10 +193,10 @@ def test_a_first_step_of_fewer_passes_than_later_ones_counts_these_alone(tmp_pat
 
 def test_short_steps_of_a_warm_up_belong_to_the_first_epoch(tmp_path: Path, clock: Clock) -> None:
     """As YOLO's, which takes more and more passes for a step."""
-    told = WatchedTraining(tmp_path, clock, samples=32)
+    watched = WatchedTraining(tmp_path, clock, samples=32)
     for parts in (1, 3, *[4] * 7):
-        told.step(2 * parts, parts)
-    assert [(row.step, row.samples_seen) for row in told.metrics().epochs] == [(5, 32), (9, 64)]
+        watched.step(2 * parts, parts)
+    assert [(row.step, row.samples_seen) for row in watched.metrics().epochs] == [(5, 32), (9, 64)]
 
 
 def test_steps_to_find_a_rate_are_none_and_those_after_the_last_epoch_do_not_count(
