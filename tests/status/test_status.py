@@ -284,11 +284,12 @@ def test_a_training_with_an_old_report_or_without_its_model_is_not_everything_do
     assert run_status.words.startswith("everything is trained; the report is older than its data: ")
     assert run_status.words.endswith(f"{writes} again")
     assert "report older than the measurements, the plan or the training; to write it again: " in text_of(run_status)
-    os.utime(run.plan_file, (0, 0))
+    # the model is gone, and the report is old as well: the model matters more
     shutil.rmtree(run.train().checkpoints)
-    words = status.status_of(run.root).words
-    assert words.startswith(f"the trained model is gone: {run.train().checkpoints} has no checkpoint")
-    assert f"move {run.root / 'train'} away" in words
+    run_status = status.status_of(run.root)
+    assert (run_status.state, run_status.exit_code) == ("failed", 1)
+    assert run_status.words.startswith(f"the trained model is gone: {run.train().checkpoints} has no checkpoint")
+    assert f"move {run.root / 'train'} away" in run_status.words
 
 
 # ---- jobs and the scheduler

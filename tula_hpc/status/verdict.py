@@ -125,6 +125,8 @@ def _finished(parts: Parts) -> StateAndText | None:
         return _finished_early(parts)
     if parts.at_work:
         return "running", "everything is trained; the report is being written"
+    if training is not None and (words := why_no_model(parts.facts.run, parts.facts.spec)):
+        return "failed", words
     # not the sweep's command, which may have been asked to end before the report
     report = command_line("report", readable(parts.facts.run.root))
     if not parts.facts.has_report:
@@ -132,8 +134,6 @@ def _finished(parts: Parts) -> StateAndText | None:
     if parts.facts.is_report_stale:
         words = f"the report is older than its data: {report} writes it again"
         return "finished", f"everything is trained; {words}"
-    if training is not None and (words := why_no_model(parts.facts.run, parts.facts.spec)):
-        return "finished", words
     return "finished", "everything is done"
 
 
