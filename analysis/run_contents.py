@@ -319,7 +319,7 @@ def read_run(run: RunDirectory) -> RunContents:
 def holds_study(run: RunDirectory) -> bool:
     """Return whether a run is a study, which has its own kind of report."""
     sweep = _read_input(load_frozen_sweep, run.sweep_file, [])
-    return sweep is not None and sweep.study is not None
+    return run.has_studied() if sweep is None else sweep.study is not None
 
 
 def _refuse_empty(run: RunDirectory) -> None:

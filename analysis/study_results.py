@@ -13,7 +13,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from tula_hpc.config import REFERENCE_COLUMN, StudyCell, StudySpec, SweepSpec, load_frozen_sweep
+from tula_hpc.config import (
+    PUT_BACK,
+    REFERENCE_COLUMN,
+    StudyCell,
+    StudySpec,
+    SweepSpec,
+    load_frozen_sweep,
+)
 from tula_hpc.errors import RunDirectoryError
 from tula_hpc.files import not_a_run
 from tula_hpc.formatting import UNKNOWN, command_line, in_percent, listed
@@ -86,6 +93,8 @@ def read_study(run: RunDirectory) -> StudyContents:
         InputError: Its sweep.toml is damaged.
     """
     if not run.sweep_file.exists():
+        if run.has_studied():
+            raise RunDirectoryError(f"is missing; {PUT_BACK}", source=run.sweep_file)
         raise RunDirectoryError(not_a_run(run.root), source=run.root)
     # load the frozen file, which needs no data: these may be on another machine
     sweep = load_frozen_sweep(run.sweep_file)

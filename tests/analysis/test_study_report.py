@@ -145,6 +145,16 @@ def test_the_command_for_runs_makes_a_studys_own_report(tmp_path: Path, capsys: 
     assert {path.name for path in run.report.iterdir()} == {"study.html", "study_table.tex", "study_runs.csv"}
 
 
+def test_a_study_without_its_sweep_file_is_told_to_put_it_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_study(tmp_path / "run")
+    run.log_event("submitted", "train", job_id="1", data={"label": "study/ags-b512-s1"})
+    run.sweep_file.unlink()
+    assert report.main([str(run.root)]) == 2
+    assert f"{run.sweep_file}: is missing; it says what was measured or trained: put it back" in capsys.readouterr().err
+
+
 def test_what_is_no_study_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RunDirectoryError, match=r"no sweep\.toml"):
         read_study(RunDirectory(tmp_path))

@@ -244,6 +244,22 @@ def test_a_damaged_sweep_file_is_told_alike_by_status_and_plan_with_what_to_do(
     assert output in status.status_of(run.root).words
 
 
+@pytest.mark.parametrize("has_files", [True, False])
+def test_a_study_without_its_sweep_file_is_not_told_of_as_a_sweep(
+    tmp_path: Path, cluster: FakeSlurm, has_files: bool
+) -> None:
+    run = make_study(tmp_path / "run")
+    if not has_files:
+        shutil.rmtree(run.root / "train")
+    run.log_event("submitted", "train", job_id="1", data={"label": "study/ags-b512-s1"})
+    run.sweep_file.unlink()
+    told = status.status_of(run.root)
+    assert (told.state, told.exit_code, told.profile) == ("failed", 1, None)
+    assert told.words.startswith(f"{run.sweep_file}: is missing; ")
+    said = text_of(told)
+    assert not [word for word in ("plan", "profile", "measurements") if word in said]
+
+
 def test_a_lost_cluster_file_is_told_by_status_and_written_anew_by_the_command(
     tmp_path: Path, cluster: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -287,6 +287,13 @@ class RunDirectory:
         left = any((self.root / "train").glob("*/*"))
         return left or bool(self.history().unsettled("train"))
 
+    def has_studied(self) -> bool:
+        """Tell whether a study's training has left files or was submitted; needs no sweep.toml."""
+        left = any((self.root / "train" / "study").glob("*"))
+        jobs = self.history().submissions("train")
+        # labels as `StudyCell.label` has them
+        return left or any(job.label.startswith("study/") for job in jobs)
+
     def has_results(self) -> bool:
         """Tell whether anything was measured, planned or trained; damaged files count, too."""
         measured = self.measurements()

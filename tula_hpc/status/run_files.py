@@ -102,6 +102,8 @@ class Facts(NamedTuple):
     doubts: list[str]
     # a file that stops every command, and what to do; "" if there is none
     obstacle: str = ""
+    # also if its sweep.toml is missing or damaged
+    is_study: bool = False
     # the disk is full
     is_full: bool = False
     # the command that holds the lock is stopped, as by Ctrl-Z
@@ -145,7 +147,7 @@ def _read(run: RunDirectory) -> Facts:
         for job_id, home in jobs_of_original(run).items()
     )
     # a study measures nothing and has no plan
-    is_study = spec is not None and spec.study is not None
+    is_study = run.has_studied() if spec is None else spec.study is not None
     is_without = not is_study and not measured.records
     if is_without and run.has_trained():
         doubts.append(MEASUREMENTS_GONE)
@@ -188,6 +190,7 @@ def _read(run: RunDirectory) -> Facts:
             ),
         ],
         obstacle=obstacle(run, measured.records),
+        is_study=is_study,
         is_full=has_no_room(run.root),
         is_stopped=_is_stopped(holder),
     )

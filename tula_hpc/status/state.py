@@ -94,7 +94,7 @@ def _parts(
     study = _study(facts, trainings, jobs, rate_labels)
     profile: ProfileStatus | None = None
     training: TrainingStatus | None = None
-    if study is None:
+    if not facts.is_study:
         profile = _profile(facts, jobs)
         training = trainings.get(MAIN_LABEL)
     acting = _without_idle_guards(jobs)
