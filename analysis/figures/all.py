@@ -27,7 +27,7 @@ from tula_hpc.analysis.figures.time_and_cost.over_batch import (
 )
 from tula_hpc.analysis.figures.time_and_cost.pareto_front import draw_pareto
 from tula_hpc.analysis.figures.timeline import draw_timeline
-from tula_hpc.analysis.figures.training import draw_sensitivity, draw_training
+from tula_hpc.analysis.figures.training import draw_gradient_scale, draw_training
 from tula_hpc.analysis.node_scaling import NodeScaling, no_scaling, node_scaling_of
 from tula_hpc.analysis.run_contents import RunContents
 from tula_hpc.analysis.study_results import StudyContents, StudyTable
@@ -48,7 +48,7 @@ FIGURES = {
     "step_breakdown": draw_step_breakdown,
     "prediction_error": draw_prediction_error,
     "memory_error": draw_memory_error,
-    "sensitivity": draw_sensitivity,
+    "gradient_scale": draw_gradient_scale,
     "variability": draw_variability,
     "gradient_norm": draw_gradient_norm,
 }
@@ -60,7 +60,7 @@ STUDY_FIGURES = {
     "study_scale": draw_study_scale,
 }
 # figures that are not about the chosen partition alone
-OF_ALL_NODES = ("pareto", "training", "sensitivity", "variability", "gradient_norm")
+OF_ALL_NODES = ("pareto", "training", "gradient_scale", "variability", "gradient_norm")
 
 
 class Figures(NamedTuple):

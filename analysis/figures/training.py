@@ -1,4 +1,4 @@
-"""Figures of a training: accuracy and loss, gradient sensitivity and gradient scale."""
+"""Figures of a training: accuracy and loss, gradient variability and gradient scale."""
 
 from __future__ import annotations
 
@@ -243,24 +243,24 @@ def _training_table(trainings: Sequence[Training], marks: Sequence[Mark]) -> Tab
     return Table(("mark", "epochs", *values), rows + found)
 
 
-def draw_sensitivity(run: RunContents) -> Drawing | Missing:
+def draw_gradient_scale(run: RunContents) -> Drawing | Missing:
     """Draw Δ(G) with its threshold, the gradient scale and the share of scaled steps."""
-    subject = "gradient sensitivity and scale"
+    subject = "gradient variability and scale"
     if not run.trainings:
-        return Missing("sensitivity", subject, "training has not started yet")
+        return Missing("gradient_scale", subject, "training has not started yet")
     steps = next(filter(None, map(_scaled_steps, run.trainings)), None)
     if steps is None:
-        return Missing("sensitivity", subject, "training logged no gradient scale")
+        return Missing("gradient_scale", subject, "training logged no gradient scale")
     gate = _gate(run.sweep)
     delta = None if gate == math.inf else gate
-    title = _sensitivity_title(steps, delta)
+    title = _scale_title(steps, delta)
     with style.styled():
         figure, panels = style.new_figure(title, 5.6, ratios=(1.2, 1.2, 0.7))
-        _draw_sensitivity(panels[0], steps, delta)
+        _draw_variability(panels[0], steps, delta)
         _draw_scale(panels[1], steps)
         _draw_share(panels[2], steps)
-    table = _sensitivity_table(steps)
-    return Drawing("sensitivity", title, _sensitivity_caption(gate), figure, table)
+    table = _scale_table(steps)
+    return Drawing("gradient_scale", title, _scale_caption(gate), figure, table)
 
 
 def _gate(sweep: SweepSpec | None) -> float | None:
@@ -282,12 +282,12 @@ def _column(steps: Sequence[StepMetrics], field: str) -> npt.NDArray[np.float64]
     return np.array([getattr(row, field) for row in steps], dtype=np.float64)
 
 
-def _draw_sensitivity(axes: Axes, steps: Sequence[StepMetrics], delta: float | None) -> None:
+def _draw_variability(axes: Axes, steps: Sequence[StepMetrics], delta: float | None) -> None:
     values = _column(steps, "sensitivity")
     at = _column(steps, "step")
     blue, red = style.SIZES[0].light, style.ALERT.light
     axes.plot(at, values, "o", color=blue, markersize=3, markeredgewidth=0, alpha=0.7)
-    style.value_axis(axes, [*values, delta or 1.0], label="sensitivity Δ(G)")
+    style.value_axis(axes, [*values, delta or 1.0], label="variability Δ(G)")
     if delta is not None:
         axes.axhline(delta, color=red, linewidth=1.2, linestyle=(0, (5, 3)))
         right = {"xycoords": ("axes fraction", "data"), "va": "center"}
@@ -335,7 +335,7 @@ def _draw_share(axes: Axes, steps: Sequence[StepMetrics]) -> None:
     axes.set_xlabel("optimizer steps")
 
 
-def _sensitivity_title(steps: Sequence[StepMetrics], delta: float | None) -> str:
+def _scale_title(steps: Sequence[StepMetrics], delta: float | None) -> str:
     known = [row.sensitivity for row in steps if row.sensitivity is not None]
     means = [row.applied_scale for row in steps if row.applied_scale is not None]
     scaled = ""
@@ -344,7 +344,7 @@ def _sensitivity_title(steps: Sequence[StepMetrics], delta: float | None) -> str
         # a mean of 1 may hide factors below and above 1
         scaled += describe_range(means)
     if delta is None or not known:
-        return f"Gradients were {scaled}" if scaled else "Gradient sensitivity over training"
+        return f"Gradients were {scaled}" if scaled else "Gradient variability over training"
     calm = sum(value < delta for value in known) / len(known)
     title = (
         f"Gradients were calm (Δ below {format_number(delta)}) in {format_percent(calm)} of "
@@ -363,7 +363,7 @@ def describe_range(values: Sequence[float]) -> str:
     return f" ({format_number(low, 2)} to {format_number(high, 2)})"
 
 
-def _sensitivity_caption(gate: float | None) -> str:
+def _scale_caption(gate: float | None) -> str:
     return (
         "Above: Δ(G), how much the squared norm of the gradient changed from one step to the next. "
         "Middle: the estimated factor on gradients (mean over all parameters, band from the "
@@ -387,9 +387,9 @@ def _describe_gate(gate: float | None) -> str:
     )
 
 
-def _sensitivity_table(steps: Sequence[StepMetrics]) -> Table:
+def _scale_table(steps: Sequence[StepMetrics]) -> Table:
     scales = ("scale_mean", "scale_min", "scale_max", "scale_applied")
-    columns = ("step", "epochs", "sensitivity", *scales, "scaled_steps_percent")
+    columns = ("step", "epochs", "variability", *scales, "scaled_steps_percent")
     rows: list[tuple[Cell, ...]] = []
     for row in steps:
         used = (row.scale_mean, row.scale_min, row.scale_max, row.applied_scale)

@@ -36,7 +36,7 @@ from tula_hpc.analysis.figures.drawing import Drawing
 from tula_hpc.analysis.node_scaling import no_scaling
 Drawing.png = lambda _: b''
 figures.node_scaling_of = lambda _: no_scaling("it is not looked at")
-figures.FIGURES = {name: figures.FIGURES[name] for name in ("training", "step_breakdown", "sensitivity")}
+figures.FIGURES = {name: figures.FIGURES[name] for name in ("training", "step_breakdown", "gradient_scale")}
 """
 # enough measurements for the size from which on samples are not kept
 MANY = 2_500
@@ -248,7 +248,7 @@ def test_the_report_of_a_big_run_is_small_and_says_what_it_leaves_out(tmp_path: 
     assert page.count("<td>preempted</td>") <= MOST_ROWS
     assert f"{events - MOST_ROWS:,} more are in events.jsonl" in page
     rows = {path.stem: path.read_text().count("\n") for path in run.report.glob("*.csv")}
-    assert {"sensitivity", "step_breakdown", "training"} <= rows.keys()
+    assert {"gradient_scale", "step_breakdown", "training"} <= rows.keys()
     assert max(rows.values()) <= MAX_STEPS + 100
     assert rows["step_breakdown"] == 1 + len({row.configuration for row in run.measurements().records if row.times})
     assert all(path.stat().st_size < 2 * MB for path in run.report.iterdir() if path.suffix in (".svg", ".csv", ".pdf"))

@@ -241,7 +241,7 @@ def test_of_several_partitions_the_front_tells_each_and_other_figures_name_the_c
     drawings = {drawing.name: drawing for drawing in draw_all(of_two_partitions(run)).drawings}
     naming = {name for name, drawing in drawings.items() if drawing.caption.startswith("Shown is partition a, ")}
     assert {"epoch_time", "cost", "memory"} <= naming
-    assert naming.isdisjoint({"pareto", "training", "sensitivity"})
+    assert naming.isdisjoint({"pareto", "training", "gradient_scale"})
     axes = drawings["pareto"].figure.axes[0]
     legend = axes.get_legend()
     assert legend is not None
@@ -650,10 +650,10 @@ def test_events_of_unknown_place_are_not_marked(run: RunContents) -> None:
     assert list(training_marks(run.trainings[0].metrics, [lost])) == []
 
 
-def test_sensitivity_holds_the_logged_steps(run: RunContents, drawings: dict[str, Drawing]) -> None:
-    table = rows(drawings["sensitivity"])
+def test_the_figure_of_the_scale_holds_the_logged_steps(run: RunContents, drawings: dict[str, Drawing]) -> None:
+    table = rows(drawings["gradient_scale"])
     steps = run.trainings[0].metrics.steps
-    assert [float(row["sensitivity"]) for row in table] == [item.sensitivity for item in steps]
+    assert [float(row["variability"]) for row in table] == [item.sensitivity for item in steps]
     assert [float(row["scale_max"]) for row in table] == [item.scale_max for item in steps]
     assert [float(row["scale_applied"]) for row in table] == [item.applied_scale for item in steps]
 
@@ -664,20 +664,20 @@ GATES = {
 }
 
 
-def sensitivity_of(run: RunContents, **training: object) -> Drawing:
+def scale_figure_of(run: RunContents, **training: object) -> Drawing:
     assert run.sweep is not None
     spec = TrainingSpec.model_validate({"delta": 0.5, **training})
-    return drawn(run._replace(sweep=run.sweep.model_copy(update={"training": spec})), "sensitivity")
+    return drawn(run._replace(sweep=run.sweep.model_copy(update={"training": spec})), "gradient_scale")
 
 
 def dashed(drawing: Drawing) -> int:
-    """Count the lines that cross the whole panel of the sensitivity."""
+    """Count the lines that cross the whole panel of Δ(G)."""
     return sum(len(line.get_xdata()) == 2 for line in lines_of(drawing))
 
 
 @pytest.mark.parametrize("gate", list(GATES))
-def test_sensitivity_tells_of_the_gate_that_the_training_had(run: RunContents, gate: str) -> None:
-    drawing = sensitivity_of(run, gate=gate)
+def test_the_figure_of_the_scale_tells_of_the_gate_that_the_training_had(run: RunContents, gate: str) -> None:
+    drawing = scale_figure_of(run, gate=gate)
     caption, *title = GATES[gate]
     assert caption in drawing.caption
     assert all(words in drawing.title for words in title)
@@ -686,12 +686,12 @@ def test_sensitivity_tells_of_the_gate_that_the_training_had(run: RunContents, g
 
 
 @pytest.mark.parametrize(("share", "words"), [(0.0, "by 1 on"), (1.0, "by 1.84 on")])
-def test_sensitivity_tells_of_the_scale_that_was_applied(run: RunContents, share: float, words: str) -> None:
+def test_the_figure_tells_of_the_scale_that_was_applied(run: RunContents, share: float, words: str) -> None:
     """The estimated scale, which the gate may not have let through, is not shown."""
     training = run.trainings[0]
     steps = [row.model_copy(update={"scale_share": share}) for row in training.metrics.steps]
     changed = training._replace(metrics=training.metrics._replace(steps=steps))
-    drawing = sensitivity_of(run._replace(trainings=[changed, *run.trainings[1:]]))
+    drawing = scale_figure_of(run._replace(trainings=[changed, *run.trainings[1:]]))
     assert words in drawing.title
 
 
@@ -701,25 +701,25 @@ def test_no_step_is_called_scaled_before_the_first_estimate(run: RunContents) ->
     ones = {"scale_mean": 1.0, "scale_min": 1.0, "scale_max": 1.0, "scaled": 1.0, "scale_share": 1.0}
     steps = [row.model_copy(update=ones) if row.epoch < 1 else row for row in training.metrics.steps]
     changed = training._replace(metrics=training.metrics._replace(steps=steps))
-    for row in rows(drawn(run._replace(trainings=[changed]), "sensitivity")):
+    for row in rows(drawn(run._replace(trainings=[changed]), "gradient_scale")):
         assert (float(row["scaled_steps_percent"]) == 0) == (float(row["epochs"]) < 1)
 
 
 def test_adascale_has_no_gate_whatever_the_keys_say(run: RunContents) -> None:
-    drawing = sensitivity_of(run, method="adascale", gate="paper")
+    drawing = scale_figure_of(run, method="adascale", gate="paper")
     assert "at every step" in drawing.caption
     assert not dashed(drawing)
 
 
 def test_without_settings_nothing_is_said_of_the_gate(run: RunContents) -> None:
-    drawing = drawn(run._replace(sweep=None), "sensitivity")
+    drawing = drawn(run._replace(sweep=None), "gradient_scale")
     assert "is not known here" in drawing.caption
     assert not dashed(drawing)
 
 
 def test_figures_without_data_are_named_with_the_reason(tmp_path: Path) -> None:
     result = draw_all(read_run(make_run(tmp_path / "run", stage="profile")))
-    of_trainings = {"training", "sensitivity"}
+    of_trainings = {"training", "gradient_scale"}
     of_plans = {"cost", "memory_error", "pareto", "prediction_error", "progress", "strong_scaling", "weak_scaling"}
     assert {item.name for item in result.missing} == of_trainings | of_plans
     planned = read_run(make_run(tmp_path / "planned", stage="plan"))

@@ -98,6 +98,13 @@ def test_a_curve_is_drawn_through_medians_of_all_its_parts() -> None:
 # variability
 
 
+def test_the_change_of_the_gradient_has_one_name_in_all_figures(run: RunContents) -> None:
+    for name in ("gradient_scale", "variability"):
+        drawing = drawn(run, name)
+        assert drawing.figure.axes[0].get_ylabel().startswith("variability Δ(G)")
+        assert "sensitivity" not in f"{drawing.title} {drawing.caption} {drawing.table.to_csv()}"
+
+
 def test_variability_stands_beside_accuracy(run: RunContents) -> None:
     table = rows(drawn(run, "variability"))
     metrics = run.trainings[0].metrics
@@ -122,7 +129,7 @@ def test_cuts_of_the_rate_are_marked_and_a_cosine_is_not(run: RunContents) -> No
 # missing data
 
 
-OF_THE_LOG = ("training", "sensitivity", "variability", "gradient_norm")
+OF_THE_LOG = ("training", "gradient_scale", "variability", "gradient_norm")
 
 
 def test_what_nobody_asked_for_is_not_named_as_missing(run: RunContents, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +138,7 @@ def test_what_nobody_asked_for_is_not_named_as_missing(run: RunContents, monkeyp
     fields = ("gradient_norm", "sensitivity", "scale_mean")
     plain = [row.model_copy(update=dict.fromkeys(fields)) for row in training.metrics.steps]
     bare = with_metrics(run, steps=plain)
-    assert {item.name for item in draw_all(bare).missing} == {"sensitivity"}
+    assert {item.name for item in draw_all(bare).missing} == {"gradient_scale"}
 
 
 def test_one_logged_epoch_is_drawn(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_values_with_equal_ends_are_not_called_constant(run: RunContents, values
 def test_a_mean_scale_stands_beside_its_range(run: RunContents, values: list[float], words: str) -> None:
     """The mean of 0.1 and 1.9 is 1, as without any scaling, so a mean alone would mislead."""
     contents = logged(logged(run, "scale_mean", values), "scale_share", [1.0])
-    assert title_of(contents, "sensitivity").endswith(words)
+    assert title_of(contents, "gradient_scale").endswith(words)
 
 
 def test_of_several_trainings_the_title_names_its_own(run: RunContents) -> None:
