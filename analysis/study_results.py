@@ -23,7 +23,7 @@ from tula_hpc.config import (
 )
 from tula_hpc.errors import RunDirectoryError
 from tula_hpc.files import not_a_run
-from tula_hpc.formatting import UNKNOWN, command_line, in_percent, listed
+from tula_hpc.formatting import UNKNOWN, command_line, in_percent, listed, plural
 from tula_hpc.records import (
     EpochMetrics,
     Event,
@@ -132,7 +132,7 @@ def _outcomes(
             why = failures.get(cell.label, "")
             yield CellOutcome(cell, "failed" if why else "missing", why=why)
         elif result.diverged:
-            why = f"the loss was not finite after {result.steps:,} steps"
+            why = f"the loss was not finite after {plural(result.steps, 'step')}"
             yield CellOutcome(cell, "diverged", why=why)
         else:
             test = result.test_accuracy

@@ -272,8 +272,9 @@ def assumptions(cluster: ClusterSpec, power: NodePower | None) -> list[str]:
         )
     if pricing.basis == "spot":
         preempted = "a node" if pricing.preempted == "node" else "the job"
-        hours = f"{pricing.preemption_hours:g} hours"
-        found.append(f"spot nodes: {preempted} is preempted every {hours} on average")
+        hours = pricing.preemption_hours
+        often = "hour" if hours == 1 else f"{hours:g} hours"
+        found.append(f"spot nodes: {preempted} is preempted every {often} on average")
     if power is not None and (pricing.basis == "energy" or power.measured):
         found.append(_power_note(power, pricing.pue))
     return found

@@ -338,7 +338,8 @@ def _describe_fit(line: Line) -> str:
         return "every candidate fits"
     if line.largest == 0:
         return "no candidate fits"
-    return f"{plural(line.largest, 'sample')} fit"
+    verb = "fits" if line.largest == 1 else "fit"
+    return f"{plural(line.largest, 'sample')} {verb}"
 
 
 def _caption(usage: Usage, kinds: str) -> str:

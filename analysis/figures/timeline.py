@@ -261,7 +261,7 @@ def _caption(found: Sequence[Stretch], rows: Sequence[str]) -> str:
         text += "A cross marks where a preemption, a time limit or a failure ended a run. "
     left_out = len({one.row for one in found}) - len(rows)
     if left_out:
-        text += f"{plural(left_out, 'row')} of very many are left out; the numbers have them. "
+        text += f"Left out here, but not in the numbers: {plural(left_out, 'row')} of very many. "
     if len(found) > MOST_STRETCHES:
         text += f"Of {len(found):,} waits and runs {MOST_STRETCHES:,} are shown, evenly spread. "
     return text.strip()

@@ -239,7 +239,7 @@ def _training_table(trainings: Sequence[Training], marks: Sequence[Mark]) -> Tab
             rows.append((training.label, row.epoch, row.global_batch, *scores))
     found: list[tuple[Cell, ...]] = [(f"event {m.what}", m.epoch, *nothing) for m in ends(marks)]
     if left_out := len(marks) - len(found):
-        found.insert(len(found) // 2, (f"{left_out:,} more events", None, *nothing))
+        found.insert(len(found) // 2, (plural(left_out, "more event"), None, *nothing))
     return Table(("mark", "epochs", *values), rows + found)
 
 

@@ -316,7 +316,7 @@ def failure_table(measurements: Iterable[Measurement]) -> TextTable:
         reason = str(item.failure or UNKNOWN)
         configuration = str(item.configuration)
         rows.append((configuration, item.status, reason, cut(item.detail), item.job_id))
-    _count_rest(rows, len(failed), "more are in profile/*.jsonl")
+    _count_rest(rows, len(failed), "more in profile/*.jsonl")
     return TextTable(("configuration", "status", "reason", "detail", "job"), rows)
 
 
@@ -336,7 +336,7 @@ def account_table(accounts: Sequence[JobAccount]) -> TextTable:
             state += ", when last asked"
         used = (format_duration(account.elapsed_s), format_number(account.node_seconds))
         rows.append((account.job_id, account.stage, str(account.nodes), *used, state))
-    _count_rest(rows, len(accounts), "more are in accounting.jsonl")
+    _count_rest(rows, len(accounts), "more in accounting.jsonl")
     return TextTable(("job", "stage", "nodes", "time", "node-seconds", "state"), rows)
 
 
@@ -355,7 +355,7 @@ def event_table(events: Sequence[Event]) -> TextTable:
     for event in ends(events):
         detail = cut(event.detail or str(event.failure or ""))
         rows.append((format_time(event.time), event.stage, event.title, detail, event.job_id))
-    _count_rest(rows, len(events), "more are in events.jsonl")
+    _count_rest(rows, len(events), "more in events.jsonl")
     return TextTable(("time (UTC)", "stage", "event", "detail", "job"), rows)
 
 

@@ -87,7 +87,7 @@ def _unmeasured(plan: Plan, sweep: SweepSpec, profiles: int) -> str:
         return f'{text}search.mode = "partial" measures only corners'
     if profiles >= sweep.search.max_profiles:
         limit = f"search.max_profiles = {sweep.search.max_profiles}"
-        return f"{text}{limit} configurations had been measured before it became the best"
+        return f"{text}all that {limit} allows was measured before it became the best"
     return f"{text}the search could not profile it, or looked for another choice"
 
 

@@ -136,6 +136,14 @@ def test_a_failed_training_is_told_with_its_reason_until_it_is_submitted_again(t
     assert next(o for o in read_study(run).outcomes if o.cell.label == label).status == "missing"
 
 
+def test_a_training_that_diverged_at_its_first_step_is_told_in_the_singular(tmp_path: Path) -> None:
+    run = make_study(tmp_path / "run", outcome=lambda cell: None)
+    file = run.train("study/lbt-b256-s0").result_file
+    file.write_text(file.read_text().replace('"steps":100', '"steps":1'))
+    outcome = next(o for o in read_study(run).outcomes if o.cell.label == "study/lbt-b256-s0")
+    assert outcome.why == "the loss was not finite after 1 step"
+
+
 def test_the_command_for_runs_makes_a_studys_own_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_study(tmp_path / "run")
     for path in (run.root / "train").rglob("*.json*"):

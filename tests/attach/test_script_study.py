@@ -72,6 +72,10 @@ def test_columns_share_the_arguments_and_differ_in_their_method() -> None:
             'methods = ["lbt"]\nbatches = [16]', 2, {"accumulation": "16"},
             "study.batches: 8 samples of a worker cannot be taken in 16 parts",
         ),
+        (
+            'methods = ["lbt"]\nbatches = [2]', 2, {"accumulation": "16"},
+            "study.batches: 1 sample of a worker cannot be taken in 16 parts",
+        ),
     ],
 )  # fmt: skip
 def test_what_a_cluster_cannot_run_is_one_line(study: str, workers: int, keys: dict[str, str], expected: str) -> None:

@@ -1035,6 +1035,9 @@ def test_dry_run_of_all_sizes_in_one_allocation(sweep_file: Path, capsys: pytest
     assert "2×16, 1×32, 2×32, 1×64, all in one job on 2 nodes" in out
     assert "at most 1.00 node-hours" in out
     assert out.count("#!/bin/bash") == 2
+    one = "search.cluster_sizes=[1]"
+    out = dry_run(sweep_file, capsys, "--set", "search.mode=full", "--set", "search.nest=true", "--set", one)
+    assert "all in one job on 1 node\n" in out
 
 
 def test_dry_run_of_an_adaptive_search_says_where_it_starts(

@@ -239,7 +239,7 @@ def test_while_a_script_waits_only_what_is_kept_counts_as_done(
     tick(JobsNow(0, "1 waiting", 1))
     # its job has begun, its script has not
     tick(JobsNow(1, "1 running"))
-    lost = [] if is_kept else [f"nothing of the {STEP.epoch:g} epochs trained so far is kept"]
+    lost = [] if is_kept else ["nothing trained so far is kept (1 of 3 epochs)"]
     assert recorded == [(STEP.epoch, []), *2 * [(STEP.epoch / 4 if is_kept else 0.0, lost)]]
 
 

@@ -153,8 +153,8 @@ def _run(options: argparse.Namespace) -> int:
         # 0: no tensor shows the batch
         if asked is not None and got not in (0, asked):
             sys.stderr.write(
-                f"asked for {asked} samples a forward pass, the model got {got}: look at how "
-                f"{options.script} takes its batch; {options.into} stays as it is\n"
+                f"asked for {plural(asked, 'sample')} a forward pass, the model got {got}: look at "
+                f"how {options.script} takes its batch; {options.into} stays as it is\n"
             )
             return 1
         known = {key: value for key, value in table.items() if key not in unknown}
@@ -311,7 +311,7 @@ def _observations(result: dict[str, Any]) -> Iterator[str]:
         optimizer += f"; not counted: {', '.join(result['others'])}"
     yield f"optimizer   {optimizer}"
     passes = plural(result["accumulation"], "forward pass")
-    samples = f"{result['forward_batch']} samples"
+    samples = plural(result["forward_batch"], "sample")
     if not result["forward_batch"]:
         samples = "an unknown number of samples"
     yield f"batch       {samples} a forward pass, {passes} a step"

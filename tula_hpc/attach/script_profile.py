@@ -305,7 +305,8 @@ class ScriptProfile(MeasuredSteps):
                 "differ can only be planned if their mean is what was asked for"
             )
         raise self._refusal(
-            f"asked for {asked} samples a forward pass, {self._model_name()} got {batch}: {remedy}",
+            f"asked for {plural(asked, 'sample')} a forward pass, {self._model_name()} got {batch}: "
+            f"{remedy}",
             "workload.arguments",
         )
 

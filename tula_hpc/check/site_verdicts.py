@@ -224,7 +224,8 @@ def _judge_nodes(cluster: ClusterSpec, site: Site) -> Verdict:
         found = "no node fits a job: " + ("; ".join(reasons) or "the partition shows none")
         return failed(Topic.NODES, found, "ask for what a node has, or use another partition")
     limits = _limits_in_force(cluster, site)
-    bounds = [(count, f"{plural(count, 'node')} of the partition fit")]
+    fit = f"jobs fit {plural(count, 'node')} of the partition"
+    bounds = [(count, fit)]
     bounds += [
         (each.max_nodes, f"{name} allows {plural(each.max_nodes, 'node')} a job")
         for name, each in limits
@@ -235,7 +236,7 @@ def _judge_nodes(cluster: ClusterSpec, site: Site) -> Verdict:
         found = f"max_nodes = {cluster.max_nodes}, but {why}"
         return warning(Topic.NODES, found, f"set max_nodes = {most}, or larger jobs never start")
     idle = sum(each.count for each in fitting if each.state.lower().startswith("idle"))
-    return ok(Topic.NODES, f"{plural(count, 'node')} of the partition fit, {idle} are idle")
+    return ok(Topic.NODES, f"{fit}, {idle} idle")
 
 
 def _reasons(cluster: ClusterSpec, nodes: Nodes, site: Site) -> list[str]:

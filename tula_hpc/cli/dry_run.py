@@ -223,7 +223,7 @@ def _jobs(nest: bool, waves: Iterable[Wave]) -> Iterator[str]:
         how = "in one job" if wave.tasks == 1 else f"in an array of {wave.tasks} jobs"
         if nest:
             shown = ", ".join(f"{c.nodes}×{c.local_batch}" for c in wave.configurations)
-            yield f"  nodes × local batch {shown}, all {how} on {wave.nodes} nodes"
+            yield f"  nodes × local batch {shown}, all {how} on {plural(wave.nodes, 'node')}"
         else:
             yield f"  N={wave.nodes}: local batches {', '.join(str(c.local_batch) for c in wave.configurations)}, {how}"
 

@@ -279,7 +279,7 @@ def _cost(sweep: Sweep, plan: Plan, bill: TrainingBill | None) -> str:
     paid = format_money(bill.cost.actual, bill.currency)
     expected = format_money(bill.cost.expected, bill.currency)
     whole = format_money(bill.cost.actual + spent, bill.currency)
-    return f"about {whole}: training {paid} ({expected} were predicted), {profiling}{by}"
+    return f"about {whole}: training {paid} ({expected} was predicted), {profiling}{by}"
 
 
 def _price_s(plan: Plan, partition: str) -> float:

@@ -253,8 +253,9 @@ def _check_accumulation(sweep: SweepSpec, part: ClusterSpec, sweep_file: Path | 
         if least < accumulation:
             workers = nodes * part.workers_per_node
             message = (
-                f"{least} samples on each of {workers} workers cannot be taken in {accumulation} "
-                f"parts; expected at most {least}, or search.min_batch = {workers * accumulation}"
+                f"{plural(least, 'sample')} on each of {plural(workers, 'worker')} cannot be taken "
+                f"in {accumulation} parts; expected at most {least}, or search.min_batch = "
+                f"{workers * accumulation}"
             )
             raise InputError(message, source=sweep_file, key="workload.accumulation")
 
@@ -351,7 +352,7 @@ def _check_batch(batch: int, sweep: SweepSpec, workers: int, source: Path | str,
         raise InputError(message, source=source, key=key)
     if batch // workers % sweep.workload.accumulation:
         message = (
-            f"{batch // workers} samples of a worker cannot be taken in "
+            f"{plural(batch // workers, 'sample')} of a worker cannot be taken in "
             f"{sweep.workload.accumulation} parts (workload.accumulation)"
         )
         raise InputError(message, source=source, key=key)

@@ -23,7 +23,7 @@ from tula_hpc.config import ClusterSpec, WorkloadSpec
 from tula_hpc.ddp.rendezvous import meet
 from tula_hpc.env import WorkerEnvironment, granted_gpus, socket_interface
 from tula_hpc.errors import DeviceError, InputError
-from tula_hpc.formatting import first_line
+from tula_hpc.formatting import first_line, plural
 
 # for failures other than a peer's death, which gloo and srun -K1 notice at once
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -112,7 +112,8 @@ def pick_device(cluster: ClusterSpec, local_rank: int) -> torch.device:
         # torch without CUDA, or too new for the driver, would see no GPU on other nodes either
         if granted_gpus() and torch.version.cuda is not None and "is too old" not in _why_no_gpu():
             raise DeviceError(
-                f"Slurm granted {granted_gpus()} GPUs, but torch sees none: {_why_no_gpu()}"
+                f"Slurm granted {plural(granted_gpus(), 'GPU')}, but torch sees none: "
+                f"{_why_no_gpu()}"
             )
         raise InputError(
             f'"cuda", but torch sees no GPU on {os.uname().nodename}: {_why_no_gpu()}; '
@@ -121,7 +122,8 @@ def pick_device(cluster: ClusterSpec, local_rank: int) -> torch.device:
         )
     count = torch.cuda.device_count()
     if count < granted_gpus():
-        raise DeviceError(f"Slurm granted {granted_gpus()} GPUs, but torch sees only {count}")
+        granted = plural(granted_gpus(), "GPU")
+        raise DeviceError(f"Slurm granted {granted}, but torch sees only {count}")
     # if Slurm binds each task to one GPU, every task sees just that GPU
     if local_rank >= count and (cluster.executor == "local" or count > 1):
         message = f"each worker needs a GPU of its own, but {os.uname().nodename} has more workers than GPUs ({count})"

@@ -120,7 +120,7 @@ def _shape(place: Place) -> Iterator[Line]:
     workers = max(1, min(usable, nodes.cpus))
     if place.gpus:
         gres = f"gpu:{place.gpu_type}:{workers}" if place.gpu_type else f"gpu:{workers}"
-        yield Line("gres", gres, f"of {place.gpus} GPUs a node; Slurm lists {nodes.gres}")
+        yield Line("gres", gres, f"of {plural(place.gpus, 'GPU')} a node; Slurm lists {nodes.gres}")
     others = f"; the partition has {plural(place.others, 'other kind')}" if place.others else ""
     count = min(nodes.count, place.most_nodes or nodes.count)
     yield Line(

@@ -328,7 +328,7 @@ def next_candidate(plan: Plan, run: RunDirectory, max_fallbacks: int) -> Candida
         failed = {(m.local_batch, m.accumulation) for m in here}
         if len(failed) > max_fallbacks:
             raise StageError(
-                f"train: out of memory {len(failed)} times, and training.max_fallbacks = "
+                f"train: out of memory {plural(len(failed), 'time')}, and training.max_fallbacks = "
                 f"{max_fallbacks} allows no smaller batch; raise it"
             )
         if smaller := _below_failed(candidate, here):
@@ -424,7 +424,8 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
             before_wait[:] = metrics.steps[-1:]
         done = files.epochs_done(metrics, has_ended=metrics.steps[-1:] == before_wait)
         if done and metrics.steps[-1:] == before_wait and _starts_over(sweep):
-            notes.append(f"nothing of the {round(done, 1):g} epochs trained so far is kept")
+            lost = f"{round(done, 1):g} of {plural(epochs, 'epoch')}"
+            notes.append(f"nothing trained so far is kept ({lost})")
             metrics = Metrics([], [], 0)
             done = 0.0
         shown = [f"{round(done, 1):g} of {plural(epochs, 'epoch')} done", now.text]

@@ -6,6 +6,7 @@ import math
 
 from tula_hpc.config import StudySpec
 from tula_hpc.errors import DivergedError
+from tula_hpc.formatting import plural
 from tula_hpc.training.evaluation import Evaluation
 from tula_hpc.training.progress import Training
 
@@ -61,8 +62,8 @@ class StudyHooks(TrainingHooks):
     def on_epoch_end(self, evaluation: Evaluation) -> None:
         """End the training where the loss on the test set is not finite."""
         if not math.isfinite(evaluation.loss):
-            epochs = self.training.progress.epoch
-            raise DivergedError(f"the loss on the test set is not finite after {epochs} epochs")
+            epochs = plural(self.training.progress.epoch, "epoch")
+            raise DivergedError(f"the loss on the test set is not finite after {epochs}")
 
 
 def hooks_of(training: Training) -> TrainingHooks:

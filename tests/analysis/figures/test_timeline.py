@@ -129,9 +129,10 @@ def test_the_figure_tells_of_waiting_and_interruptions(base: RunContents) -> Non
     assert [np.asarray(line.get_xdata()).tolist() for line in crosses] == [[130.0]]
 
 
-def test_very_many_jobs_are_drawn_and_no_job_is_none(base: RunContents) -> None:
+@pytest.mark.parametrize(("jobs", "left_out"), [(3 * MOST_ROWS, f"{2 * MOST_ROWS} rows"), (MOST_ROWS + 1, "1 row")])
+def test_very_many_jobs_are_drawn_and_no_job_is_none(base: RunContents, jobs: int, left_out: str) -> None:
     events = []
-    for number in range(3 * MOST_ROWS):
+    for number in range(jobs):
         job_id = str(100 + number)
         events += [
             event(float(number), "submitted", "profile", job_id),
@@ -139,7 +140,7 @@ def test_very_many_jobs_are_drawn_and_no_job_is_none(base: RunContents) -> None:
         ]
     drawing = draw_timeline(base._replace(events=events, accounts=[]))
     assert isinstance(drawing, Drawing)
-    assert f"{2 * MOST_ROWS} rows of very many are left out" in drawing.caption
+    assert f"Left out here, but not in the numbers: {left_out} of very many." in drawing.caption
     assert isinstance(draw_timeline(base._replace(events=[])), Missing)
 
 

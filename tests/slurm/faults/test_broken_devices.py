@@ -143,7 +143,7 @@ def test_nodes_without_the_gpus_that_slurm_granted_are_broken(slurm_cluster: Min
     hosts = broken_jobs(run, "profile")
     assert len(hosts) == 3
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("profile: a device failed once more")]
-    assert " reported 'Slurm granted 1 GPUs, but torch sees none: " in line
+    assert " reported 'Slurm granted 1 GPU, but torch sees none: " in line
     assert 'set device = "cpu" in the cluster file' in line
     assert all(host in line for host in hosts)
 

@@ -28,7 +28,7 @@ from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.env import job_started_at, join_job, loading_libraries, unix_time
 from tula_hpc.errors import StageError
 from tula_hpc.failure_kinds import Failure
-from tula_hpc.formatting import format_score
+from tula_hpc.formatting import format_score, plural
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.own_sources import named_above
 from tula_hpc.records import (
@@ -289,7 +289,7 @@ class ScriptJob:
             return mine.model_copy(update={"message": stopped})
         how = ""
         if code := message.result.get("code"):
-            how = f"ended with exit code {code} after {message.steps} steps"
+            how = f"ended with exit code {code} after {plural(message.steps, 'step')}"
         elif message.result.get("step") == 0 and not message.result.get("restarts"):
             how = (
                 "ended without an optimizer step; if it goes on from a file of an earlier training "

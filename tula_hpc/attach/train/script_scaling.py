@@ -25,6 +25,7 @@ from tula_hpc.attach.reporting import own_hook
 from tula_hpc.config import SweepSpec
 from tula_hpc.ddp.methods import ReferenceBatch, scaling_options
 from tula_hpc.errors import DivergedError, InputError
+from tula_hpc.formatting import plural
 from tula_hpc.gradients.small_batch_norms import LocalNorms
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.optim.observer import GradientObserver
@@ -191,6 +192,6 @@ def refuse_nan(optimizer: Optimizer | None, steps: int) -> None:
         sums = [weight.sum().float().cpu() for group in groups for weight in group["params"]]
     if sums and bool(torch.stack(sums).isnan().any()):
         raise DivergedError(
-            f"weights of the model are nan after {steps} steps; lower the learning rate, unless "
-            "samples hold inf or nan"
+            f"weights of the model are nan after {plural(steps, 'step')}; lower the learning rate, "
+            "unless samples hold inf or nan"
         )
