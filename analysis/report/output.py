@@ -41,12 +41,11 @@ def figure_files(drawings: Iterable[Drawing]) -> dict[str, bytes]:
     return files
 
 
-def replace_files(folder: Path, figures: Iterable[str], files: Mapping[str, bytes]) -> list[Path]:
-    """Write a report's files; delete figures of an earlier report that this one does not have.
+def prepare_folder(folder: Path) -> None:
+    """Make a report's folder, or refuse a place where no report can be written.
 
     Raises:
         RunDirectoryError: It is not a folder, is a link, or others own it or may write to it.
-        StorageError: A file cannot be written.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -55,6 +54,16 @@ def replace_files(folder: Path, figures: Iterable[str], files: Mapping[str, byte
         raise RunDirectoryError(message, source=folder) from None
     if reason := mistrust(folder):
         raise RunDirectoryError(reason, source=folder)
+
+
+def replace_files(folder: Path, figures: Iterable[str], files: Mapping[str, bytes]) -> list[Path]:
+    """Write a report's files; delete figures of an earlier report that this one does not have.
+
+    Raises:
+        RunDirectoryError: See `prepare_folder`.
+        StorageError: A file cannot be written.
+    """
+    prepare_folder(folder)
     for figure in figures:
         for suffix in SUFFIXES:
             name = f"{figure}.{suffix}"

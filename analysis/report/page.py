@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from tula_hpc.analysis.report.bill_text import bill_of, bill_table
 from tula_hpc.analysis.report.first_page import first_page
-from tula_hpc.analysis.report.output import figure_files, render_page, replace_files
+from tula_hpc.analysis.report.output import (
+    figure_files,
+    prepare_folder,
+    render_page,
+    replace_files,
+)
 from tula_hpc.analysis.report.scaling_text import scaling_files, scaling_sections
 from tula_hpc.analysis.report.tables import (
     SummaryRow,
@@ -63,6 +68,8 @@ def write_report(run: RunDirectory) -> list[Path]:
     from tula_hpc.analysis.figures.drawing import render_pdf
 
     contents = read_run(run)
+    # before the figures, which take seconds
+    prepare_folder(run.report)
     drawn = draw_all(contents)
     figures = figure_files(drawn.drawings)
     page = _page(contents, drawn, figures) | {"deciding": DECIDING}

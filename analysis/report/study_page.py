@@ -10,7 +10,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tula_hpc.analysis.report.output import figure_files, render_page, replace_files
+from tula_hpc.analysis.report.output import (
+    figure_files,
+    prepare_folder,
+    render_page,
+    replace_files,
+)
 from tula_hpc.analysis.report.page import shared_content
 from tula_hpc.analysis.report.study_text import cautions, latex, plain_text, table_cells, verdicts
 from tula_hpc.analysis.report.tables import TextTable
@@ -53,6 +58,8 @@ def write_study_report(run: RunDirectory) -> list[Path]:
         from tula_hpc.analysis.figures.drawing import Table
 
     contents, table = _read(run)
+    # before the figures, which take seconds
+    prepare_folder(run.report)
     drawn = draw_study(contents, table)
     figures = figure_files(drawn.drawings)
     runs: list[tuple[str | int | float | None, ...]] = [

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.run_factory import SWEEP_TOML, make_run
+from tests.study_factory import make_study
 from tula_hpc.analysis.figures.drawing import Drawing
 from tula_hpc.analysis.figures.run_curves import RunCurve, draw_run_curves
 from tula_hpc.analysis.report.__main__ import main
@@ -95,6 +96,26 @@ def test_other_work_is_no_comparison(runs: list[RunDirectory], tmp_path: Path) -
     other.sweep_file.write_text(SWEEP_TOML.replace(built_in, script).replace("delta = 0.5", ""))
     with pytest.raises(InputError, match=r"it trains train\.py here and vgg11 on cifar100 there"):
         read_runs([runs[0], other])
+
+
+def test_a_file_where_the_report_belongs_is_refused_before_anything_is_drawn(
+    runs: list[RunDirectory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def draw(*_: object) -> None:
+        raise AssertionError("drawn")
+
+    for name in ("all.draw_all", "all.draw_study", "drawing.attempt"):
+        monkeypatch.setattr(f"tula_hpc.analysis.figures.{name}", draw)
+    file = tmp_path / "file"
+    file.touch()
+    run = make_run(tmp_path / "run")
+    study = make_study(tmp_path / "study")
+    for folder in (run.report, study.report):
+        folder.touch()
+    out = [str(runs[0].root), str(runs[1].root), "--out", str(file)]
+    for arguments, place in (out, file), ([str(run.root)], run.report), ([str(study.root)], study.report):
+        assert main(arguments) == 2
+        assert capsys.readouterr().err.startswith(f"{place}: is not a folder, or lies below a file; ")
 
 
 def test_a_refusal_is_one_line(runs: list[RunDirectory], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

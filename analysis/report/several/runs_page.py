@@ -9,7 +9,12 @@ from typing import Any, NamedTuple
 
 from tula_hpc.analysis.report.bill_text import bill_of
 from tula_hpc.analysis.report.first_page import first_page
-from tula_hpc.analysis.report.output import figure_files, render_page, replace_files
+from tula_hpc.analysis.report.output import (
+    figure_files,
+    prepare_folder,
+    render_page,
+    replace_files,
+)
 from tula_hpc.analysis.report.page import shared_content
 from tula_hpc.analysis.report.tables import TextTable, format_interval
 from tula_hpc.analysis.run_contents import (
@@ -72,6 +77,9 @@ def write_runs_report(runs: Sequence[RunDirectory], folder: Path | None = None) 
         from tula_hpc.analysis.figures.run_curves import NAME, curve_of, draw_run_curves
 
     named = read_runs(runs)
+    place = folder or runs[0].report
+    # before the figure, which takes seconds
+    prepare_folder(place)
     drawn = Figures([], [])
     curves = [curve_of(run.name, run.contents.in_figures()) for run in named]
     drawn.add(attempt(NAME, draw_run_curves, curves))
@@ -79,7 +87,7 @@ def write_runs_report(runs: Sequence[RunDirectory], folder: Path | None = None) 
     page = shared_content(" · ".join(run.name for run in named), (), drawn, figures)
     page |= runs_content(named)
     files = {"runs.html": render_page(TEMPLATE, page).encode()} | figures
-    return replace_files(folder or runs[0].report, [NAME], files)
+    return replace_files(place, [NAME], files)
 
 
 def read_runs(runs: Sequence[RunDirectory]) -> list[NamedRun]:
