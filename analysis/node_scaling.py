@@ -34,7 +34,7 @@ from tula_hpc.analysis.planning.candidates import (
     predict,
 )
 from tula_hpc.analysis.planning.partitions import fit_parts, of_partition
-from tula_hpc.analysis.run_contents import RunContents, evenly, measured_epochs
+from tula_hpc.analysis.run_contents import RunContents, as_planned, evenly, measured_epochs
 from tula_hpc.config import ClusterSpec, SweepSpec, cluster_sizes
 from tula_hpc.errors import InputError, NotEnoughDataError
 from tula_hpc.formatting import HOUR_S, listed
@@ -176,7 +176,7 @@ def node_scaling_of(run: RunContents) -> NodeScaling:
     if part is None:
         return no_scaling(f"partition {chosen.partition} of the plan has too few measurements")
     where = f" on partition {chosen.partition}" if chosen.partition else ""
-    measured = of_partition(run.measurements, part.name)
+    measured = of_partition(as_planned(run.measurements, run.plan), part.name)
     scaling = part_scaling(part, run.sweep, chosen, measured)
     return scaling._replace(name=f"{run.name}{where}")
 

@@ -405,12 +405,29 @@ def measured_epoch(measurement: Measurement, dataset_samples: int) -> Interval |
     return Interval(*(seconds + updates_s for seconds in step.times(steps)))
 
 
+def as_planned(measurements: Iterable[Measurement], plan: Plan | None) -> list[Measurement]:
+    """Return the measurements without those in other forward passes than their candidate's."""
+    planned: dict[tuple[str, Configuration], int] = {}
+    if plan is not None:
+        planned = {(one.partition, one.configuration): one.accumulation for one in plan.candidates}
+
+    def is_as_planned(row: Measurement) -> bool:
+        # None: the script has no argument for it
+        if row.accumulation is None:
+            return True
+        own = (row.partition, row.configuration)
+        return row.accumulation == planned.get(own, row.accumulation)
+
+    return list(filter(is_as_planned, measurements))
+
+
 def measured_epochs(
     measurements: Iterable[Measurement], dataset_samples: int
 ) -> dict[Configuration, float]:
     """Return the median measured epoch time of each configuration of one partition, seconds.
 
     `dataset_samples` is the number of training samples in an epoch, for records without it.
+    Forward passes of a configuration may differ; see `as_planned`.
     """
     found: dict[tuple[int, int, int], list[float]] = {}
     for item in measurements:

@@ -12,7 +12,7 @@ from tula_hpc.analysis.figures import style
 from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.figures.training import accuracies_of, losses_of
 from tula_hpc.analysis.planning.partitions import of_partition
-from tula_hpc.analysis.run_contents import RunContents, measured_epochs
+from tula_hpc.analysis.run_contents import RunContents, as_planned, measured_epochs
 from tula_hpc.formatting import format_duration
 from tula_hpc.records import Interval
 
@@ -47,8 +47,9 @@ def curve_of(name: str, run: RunContents) -> RunCurve:
         chosen = (run.plan.chosen.global_batch, run.plan.chosen.predicted("epoch_time_s"))
     measured: dict[int, float] = {}
     samples = run.plan.dataset_samples if run.plan else 0
-    for partition in {row.partition for row in run.ok}:
-        rows = of_partition(run.ok, partition)
+    comparable = as_planned(run.ok, run.plan)
+    for partition in {row.partition for row in comparable}:
+        rows = of_partition(comparable, partition)
         for configuration, seconds in measured_epochs(rows, samples).items():
             _keep_least(measured, configuration.global_batch, seconds)
     accuracies: list[tuple[int, float]] = []

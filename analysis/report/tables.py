@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from tula_hpc.analysis.costs.training_bill import TrainingBill
 from tula_hpc.analysis.planning.partitions import name_of, of_partition
-from tula_hpc.analysis.run_contents import ends, leaves, measured_epochs
+from tula_hpc.analysis.run_contents import as_planned, ends, leaves, measured_epochs
 from tula_hpc.analysis.what_if import WhatIf
 from tula_hpc.formatting import (
     UNKNOWN,
@@ -74,9 +74,8 @@ def summary_rows(
     All are of the chosen partition. `trained_epoch_s` is the training's own time of an epoch, see
     `run_contents.median_epoch_s`, and `bill` the bill of the whole training.
     """
-    measured = measured_epochs(
-        of_partition(measurements, plan.chosen.partition), plan.dataset_samples
-    )
+    here = of_partition(as_planned(measurements, plan), plan.chosen.partition)
+    measured = measured_epochs(here, plan.dataset_samples)
     rows = []
     for role, item in _chosen_and_neighbours(plan):
         row = SummaryRow(role, item, measured.get(item.configuration))
@@ -209,8 +208,9 @@ def latex_escaped(text: str) -> str:
 def candidate_table(plan: Plan, measurements: Sequence[Measurement]) -> TextTable:
     """Return every candidate with its predictions, by partition."""
     names = sorted({item.partition for item in plan.candidates})
+    comparable = as_planned(measurements, plan)
     measured = {
-        name: measured_epochs(of_partition(measurements, name), plan.dataset_samples)
+        name: measured_epochs(of_partition(comparable, name), plan.dataset_samples)
         for name in names
     }
     columns: tuple[str, ...] = (

@@ -19,6 +19,7 @@ from tula_hpc.analysis.report.page import shared_content
 from tula_hpc.analysis.report.tables import TextTable, format_interval
 from tula_hpc.analysis.run_contents import (
     RunContents,
+    as_planned,
     holds_study,
     leaves,
     measured_epochs,
@@ -187,7 +188,8 @@ def _planned(run: RunContents) -> Iterator[tuple[str, str]]:
     paid = chosen.predicted("cost")
     cost, least, most = (format_money(amount, chosen.currency) for amount in paid)
     yield "cost, predicted (90 %)", cost if paid.low == paid.high else f"{cost}\n{least} – {most}"
-    here = [row for row in run.ok if row.partition == chosen.partition]
+    comparable = as_planned(run.ok, run.plan)
+    here = [row for row in comparable if row.partition == chosen.partition]
     profiled = measured_epochs(here, run.plan.dataset_samples)
     if chosen.configuration in profiled:
         seconds = profiled[chosen.configuration]

@@ -23,8 +23,11 @@ from tula_hpc.analysis.models.accumulation import Passes
 from tula_hpc.analysis.models.fitted import fit_models
 from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.analysis.plan import make_plan
+from tula_hpc.analysis.report.tables import candidate_table
+from tula_hpc.analysis.run_contents import as_planned
 from tula_hpc.analysis.search.propose import largest_pass, propose
 from tula_hpc.config import GIB, SweepSpec
+from tula_hpc.formatting import UNKNOWN
 from tula_hpc.launch.job_specs import in_passes
 from tula_hpc.records import Candidate, Configuration, Measurement, Plan, RunDirectory, append_record
 from tula_hpc.stages.train import next_candidate
@@ -115,9 +118,15 @@ def test_without_the_placeholder_it_is_left_out() -> None:
 
 def test_a_measurement_in_other_parts_is_none_of_the_candidate() -> None:
     rows = [*AT_ONCE, taken_in(1, 256, 4), taken_in(1, 512, 16)]
-    found = {c.configuration: c.measured for c in make_plan(sweep(*PLACEHOLDER), LIMIT, rows).candidates}
+    plan = make_plan(sweep(*PLACEHOLDER), LIMIT, rows)
+    found = {c.configuration: c.measured for c in plan.candidates}
     assert found[Configuration(1, 1, 256)]
     assert not found[Configuration(1, 1, 512)]
+    table = candidate_table(plan, rows)
+    cells = {(row[0], row[1].split()[0]): row[table.columns.index("measured")] for row in table.rows}
+    assert cells["1", "256"] != UNKNOWN
+    assert cells["1", "512"] == UNKNOWN, "its epoch would be compared with one of other passes"
+    assert as_planned(rows, None) == rows
 
 
 def test_what_ran_out_of_memory_comes_again_in_more_parts() -> None:
