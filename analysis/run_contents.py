@@ -43,6 +43,7 @@ from tula_hpc.records import (
     Plan,
     RunDirectory,
     RunHistory,
+    Submission,
     TrainDirectory,
     TrainResult,
     read_document,
@@ -165,6 +166,8 @@ class Training(NamedTuple):
     partition: str | None = None
     # Slurm's accounting of its jobs, see `RunHistory.accounted`
     accounts: Sequence[JobAccount] = ()
+    # see `trained_passes`
+    passes: int | None = None
 
     @property
     def epoch_time_s(self) -> float | None:
@@ -198,8 +201,19 @@ def _setting(epoch: EpochMetrics) -> tuple[int, int | None]:
 
 def trained_partition(events: Iterable[Event], label: str = MAIN_LABEL) -> str | None:
     """Return the partition of a training's last job; "" without partitions, None if unknown."""
+    last = _last_job(events, label)
+    return last.partition if last else None
+
+
+def trained_passes(events: Iterable[Event], label: str = MAIN_LABEL) -> int | None:
+    """Return the forward passes that a script's last job was asked for; None if it cannot be."""
+    last = _last_job(events, label)
+    return last.accumulation if last else None
+
+
+def _last_job(events: Iterable[Event], label: str) -> Submission | None:
     jobs = [job for job in RunHistory(events).submissions("train") if job.label == label]
-    return jobs[-1].partition if jobs else None
+    return jobs[-1] if jobs else None
 
 
 class RunContents(NamedTuple):
@@ -376,7 +390,8 @@ def _read_trainings(
         if metrics.steps or metrics.epochs or result:
             where = trained_partition(history.events, folder.name)
             paid = history.accounted(folder.name, accounts)
-            yield Training(folder.name, metrics, result, where, paid)
+            passes = trained_passes(history.events, folder.name)
+            yield Training(folder.name, metrics, result, where, paid, passes)
 
 
 def _read_result(path: Path, notes: list[str]) -> TrainResult | None:
@@ -454,7 +469,10 @@ def cost_at(candidate: Candidate, pace: float) -> float:
 
 
 def candidate_of(plan: Plan | None, training: Training) -> Candidate | None:
-    """Return the candidate that a training ran; None if its batch changed or no plan has it."""
+    """Return the candidate that a training ran.
+
+    None if its batch changed, or if no plan has it in as many forward passes.
+    """
     if plan is None:
         return None
     configuration = plan.chosen.configuration
@@ -464,7 +482,10 @@ def candidate_of(plan: Plan | None, training: Training) -> Candidate | None:
     batches = {epoch.global_batch for epoch in training.metrics.epochs}
     if not batches <= {configuration.global_batch}:
         return None
-    return plan.find(configuration, training.partition)
+    found = plan.find(configuration, training.partition)
+    if found is not None and training.passes not in (None, found.accumulation):
+        return None
+    return found
 
 
 def used_bytes(item: Measurement) -> int | None:

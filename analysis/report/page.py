@@ -164,7 +164,8 @@ def _summary(contents: RunContents) -> list[SummaryRow]:
         if training.result and training.partition in here:
             bill = bill_of(contents.plan, contents.events, training)
             trained = (training.result, training.epoch_time_s, bill)
-            return summary_rows(contents.plan, contents.measurements, *trained)
+            rows = contents.measurements
+            return summary_rows(contents.plan, rows, *trained, passes=training.passes)
     return summary_rows(contents.plan, contents.measurements, None)
 
 

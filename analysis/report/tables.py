@@ -68,11 +68,14 @@ def summary_rows(
     result: TrainResult | None,
     trained_epoch_s: float | None = None,
     bill: TrainingBill | None = None,
+    *,
+    passes: int | None = None,
 ) -> list[SummaryRow]:
     """Return rows of the chosen configuration, its neighbours in batch, its batch on other nodes.
 
     All are of the chosen partition. `trained_epoch_s` is the training's own time of an epoch, see
-    `run_contents.median_epoch_s`, and `bill` the bill of the whole training.
+    `run_contents.median_epoch_s`, `bill` the bill of the whole training, and `passes` the forward
+    passes of its steps, if known: an epoch in other passes is not compared with the prediction.
     """
     here = of_partition(as_planned(measurements, plan), plan.chosen.partition)
     measured = measured_epochs(here, plan.dataset_samples)
@@ -81,7 +84,9 @@ def summary_rows(
         row = SummaryRow(role, item, measured.get(item.configuration))
         if result and (result.nodes, result.global_batch) == (item.nodes, item.global_batch):
             paid = bill.cost.actual if bill else None
-            row = row._replace(result=result, trained_epoch_s=trained_epoch_s, paid=paid)
+            is_comparable = passes in (None, item.accumulation)
+            epoch_s = trained_epoch_s if is_comparable else None
+            row = row._replace(result=result, trained_epoch_s=epoch_s, paid=paid)
         rows.append(row)
     return rows
 

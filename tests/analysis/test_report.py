@@ -628,6 +628,22 @@ def test_a_training_counts_only_where_it_ran(finished: Written) -> None:
     assert [row.result is not None for row in summary_rows(made, measured, moved)] == [False, True, *[False] * 3]
 
 
+def test_a_training_in_other_passes_is_not_compared_with_the_prediction(tmp_path: Path) -> None:
+    """After running out of memory a script may take the same batch in more forward passes."""
+    run = make_run(tmp_path / "run")
+    made = run.read_plan()
+    for passes in (1, 2):
+        data = {"label": "main", "configuration": list(made.chosen.configuration), "accumulation": passes}
+        run.log_event("submitted", "train", job_id=str(passes), data=data)
+        contents = read_run(run)
+        (training,) = contents.trainings
+        found = candidate_of(made, training)
+        assert (found == made.chosen) == (passes == 1)
+        rows = summary_rows(made, [], training.result, 12.5, passes=training.passes)
+        assert rows[0].result == training.result
+        assert rows[0].trained_epoch_s == (12.5 if passes == 1 else None)
+
+
 @pytest.mark.usefixtures("no_figure", "no_pages")
 def test_a_training_counts_only_on_the_partition_where_it_ran(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

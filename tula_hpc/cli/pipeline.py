@@ -69,6 +69,7 @@ def print_summary(
     trained_epoch_s: float | None = None,
     *,
     bill: TrainingBill | None = None,
+    passes: int | None = None,
 ) -> None:
     """Print the summary table and the cost of profiling; see `report.tables.summary_rows`."""
     from rich.console import Console
@@ -79,7 +80,9 @@ def print_summary(
 
     console = Console(file=with_own_escapes(sys.stdout), highlight=False, markup=False)
     console.width = console.width if console.is_terminal else SUMMARY_WIDTH
-    content = summary_table(summary_rows(plan, measurements, result, trained_epoch_s, bill))
+    content = summary_table(
+        summary_rows(plan, measurements, result, trained_epoch_s, bill, passes=passes)
+    )
     where = f" on {plan.chosen.partition}" if plan.chosen.partition else ""
     title = Text(printable(f"Chosen configuration and its neighbours{where}"))
     table = Table(
@@ -305,6 +308,7 @@ def _say_summary(
         profiling_cost,
         trained.epoch_time_s,
         bill=bill,
+        passes=trained.passes,
     )
     _say_bill(bill)
     _warn_of_scores(sweep, trained)
@@ -312,11 +316,13 @@ def _say_summary(
 
 
 def _trained(sweep: Sweep, result: TrainResult) -> Training:
-    from tula_hpc.analysis.run_contents import Training, trained_partition
+    from tula_hpc.analysis.run_contents import Training, trained_partition, trained_passes
 
     metrics = read_metrics(sweep.run.train().metrics_file)
     accounts = sweep.run.history().accounted(MAIN_LABEL, sweep.run.accounts())
-    return Training(MAIN_LABEL, metrics, result, trained_partition(sweep.run.events()), accounts)
+    events = sweep.run.events()
+    where = trained_partition(events)
+    return Training(MAIN_LABEL, metrics, result, where, accounts, trained_passes(events))
 
 
 def _bill(sweep: Sweep, plan: Plan, trained: Training) -> TrainingBill | None:
