@@ -1,4 +1,4 @@
-"""sdist and wheel: built without a network, installed into an empty environment, used there as the README says."""
+"""sdist and wheel: built without a network, installed into an empty environment, and used there as the README says."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(*words: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Wheel that is built from the unpacked sdist, which therefore has all that it needs."""
+    """The wheel built from the unpacked sdist, which therefore contains all that it needs."""
     folder = tmp_path_factory.mktemp("dist")
     listed = run("git", "ls-files", "-co", "--exclude-standard", cwd=ROOT).splitlines()
     with tarfile.open(folder / "tree.tar", "w") as tree:
@@ -44,7 +44,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path) -> Path:
-    """Folder of the commands of an environment with the wheel; what it depends on is this one's."""
+    """The folder of commands of an environment with the wheel; its dependencies are this environment's."""
     folder = wheel.parent / "environment"
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
@@ -83,7 +83,7 @@ def test_what_is_installed_does_what_the_readme_says(environment: Path, tmp_path
 
 def test_an_older_python_is_told_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "tula_hpc/__init__.py").read_text()
-    # of Python 2, which has no flag here: text of another encoding and f-strings are errors
+    # Python 2 cannot be tested here; it fails at non-ASCII text and at f-strings
     assert text.isascii()
     assert not any(isinstance(node, ast.JoinedStr) for node in ast.walk(ast.parse(text)))
     code = compile(ast.parse(text, feature_version=(3, 4)), "tula_hpc/__init__.py", "exec", dont_inherit=True)

@@ -120,5 +120,5 @@ def test_a_comparison_has_no_more_digits_than_anybody_needs(ratio: float, words:
     ("ratio", "words"), [(2.1, "2.1 times as expensive as before"), (1.5, "50 % dearer than before")]
 )
 def test_a_multiple_is_said_to_be_as_much_as_the_other(ratio: float, words: str) -> None:
-    """ "2.1 times dearer" could also mean 3.1 times as much."""
+    """The words "2.1 times dearer" could also mean 3.1 times as much."""
     assert in_comparison(ratio, "dearer", "cheaper", "as expensive", "before") == words

@@ -1,4 +1,4 @@
-"""Whatever is in a file of a run: its readers give what can be believed, or one of our own errors in one line."""
+"""Whatever a file of a run contains, its readers return what is credible, or raise one of our errors in one line."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from tula_hpc.training.drift import read_drift
 
 
 def whole_run(root: Path) -> RunDirectory:
-    """A run directory with a file of every kind."""
+    """Make a run directory with a file of every kind."""
     run = make_run(root, epochs_done=20)
     for note in ("began", "ready", "ended"):
         fields = {"note": note, "time": 1.75e9, "job_id": "1", "allocated_nodes": 4, "configuration": (4, 1, 8)}
@@ -155,7 +155,8 @@ def test_counts_that_no_input_allows_are_not_believed(tmp_path: Path, counts: tu
 def test_a_line_without_an_end_takes_no_more_memory_than_a_long_one(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     append_record(path, measurement(Configuration(1, 1, 32)))
-    os.truncate(path, 20 * MAX_LINE_BYTES)  # zeros without a line end
+    # zeros without a line end
+    os.truncate(path, 20 * MAX_LINE_BYTES)
     append_record(path, measurement(Configuration(1, 1, 64)))
     tracemalloc.start()
     records, skipped, _ = read_records(Measurement, [path])
@@ -205,7 +206,7 @@ ASKED: tuple[Callable[[], object], ...] = (
 @given(data=st.data())
 @fuzz(400)
 def test_whatever_slurm_prints_is_read_or_one_of_our_errors(data: st.DataObject) -> None:
-    """Real answers with anything in them, each before anyone who asks."""
+    """Real answers with arbitrary changes are given to every function that asks."""
     printed = data.draw(st.sampled_from(SLURM_SAYS))
     for _ in range(data.draw(st.integers(0, 4))):
         at, piece = data.draw(st.integers(0, len(printed))), data.draw(st.sampled_from(PIECES))
@@ -270,6 +271,6 @@ def test_whatever_the_umask_nobody_else_may_write(umask: int) -> None:
 
 
 def test_a_plan_is_written_within_what_is_believed(run: RunDirectory) -> None:
-    """What this program writes it reads again."""
+    """The program can read everything that it writes."""
     plan = run.read_plan()
     assert all(math.isfinite(candidate.cost) for candidate in plan.candidates)

@@ -1,4 +1,4 @@
-"""The docstrings of the library make pages, without a warning."""
+"""pdoc makes pages of the library's docstrings without a warning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches of several parts: their structure stays, and every part is cut at the same samples."""
+"""Batches of several parts keep their structure, and every part is cut at the same samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing that a model, a log, a record or Slurm says steers a terminal, or breaks a file of the report."""
+"""No text of a model, a log, a record or Slurm controls a terminal, or breaks a file of the report."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_terminal_of_any_encoding_shows_all_of_it(encoding: str, monkeypatch: 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    """A run with such words in all of its records."""
+    """A run with such text in all of its records."""
     run = make_run(tmp_path / "run", epochs_done=20)
     run.log_event("submitted", "train", job_id="21", data={"folder": "slurm/train-1", "nodes": 4})
     run.log_event("failed", "train", job_id="21", failure=Failure.BUG, detail="x")
@@ -161,7 +161,7 @@ def test_streams_that_the_shell_has_closed_take_nothing(monkeypatch: pytest.Monk
 
 
 def test_a_full_output_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    # closing it would write what is left
+    # otherwise closing it would write the rest
     with suppress(OSError), Path("/dev/full").open("w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         with printable_output():
@@ -210,7 +210,7 @@ def test_a_report_holds_no_control_characters(run: RunDirectory, capsys: pytest.
 
 
 def test_no_words_in_a_figure_keep_it_from_being_drawn() -> None:
-    """XML may not hold some of them."""
+    """XML cannot contain some of these characters."""
     from matplotlib.figure import Figure
 
     from tula_hpc.analysis.figures.drawing import Drawing, Table, TitlePage, render_pdf

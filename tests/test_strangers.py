@@ -1,4 +1,4 @@
-"""Strangers: folders and files that others own or can change, and inputs that mean to be more than they are."""
+"""Folders and files that others own or can change, and inputs that claim to be more than they are."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def open_umask() -> Iterator[None]:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line with which the command refuses."""
+    """Return the one line with which the command refuses."""
     assert main(["sweep.toml", *arguments]) == 2
     output = capsys.readouterr().err
     assert output.endswith("\n")
@@ -204,7 +204,7 @@ def test_all_folders_that_others_may_write_to_are_refused_at_once(
 
 
 def test_a_run_directory_may_lie_in_a_projects_folder(tmp_path: Path, open_umask: None) -> None:
-    """Writable for a group, or for all with the sticky bit; what has to be made on the way is ours alone."""
+    """The folder is writable for a group, or for all with the sticky bit; the folders that are made are private."""
     for name, mode in (("project", 0o2770), ("scratch", 0o1777)):
         folder = shared(tmp_path / name, mode)
         assert RunDirectory(folder / "new" / "run").create().root.is_dir()
@@ -249,7 +249,7 @@ def test_a_report_is_not_written_behind_a_link(tmp_path: Path) -> None:
 
 @needs_root
 def test_a_job_does_not_load_a_pickle_from_a_folder_that_was_exchanged(tmp_path: Path) -> None:
-    """Whoever may write to the folder above a run directory can put another in its place while the job waits."""
+    """A user who may write above a run directory can replace it while the job waits."""
     folder = tmp_path / "it's ours"
     folder.mkdir()
     script = "\n".join(["set -u", *trust_folder(folder), "echo loaded"])
@@ -264,13 +264,13 @@ def test_a_job_does_not_load_a_pickle_from_a_folder_that_was_exchanged(tmp_path:
 FORBIDDEN = re.compile(
     r"(cloud)?pickle\.loads?|marshal\.|shelve\.|eval$|exec$|os\.system|os\.popen|.*_object(_list|s)?$"
 )
-# a job's pickle, once it is found to be the one that was submitted
+# a job's pickle, once it is known to be the one that was submitted
 ALLOWED = {"job_files.py": {"pickle.loads"}, "find_model.py": {"gc.get_objects"}, "script.py": {"gc.get_objects"}}
 ONLY_WITH = {"torch.load": "weights_only=True", "np.load": "allow_pickle=False", "numpy.load": "allow_pickle=False"}
 
 
 def dangers(path: Path) -> Iterator[str]:
-    """Calls of a module that could run what it reads."""
+    """Yield calls of a module that could run what it reads."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
             called, words = ast.unparse(node.func), {ast.unparse(word) for word in node.keywords}
@@ -320,13 +320,13 @@ def archive(pickled: bytes, *, packed: bool = False, more: dict[str, bytes] | No
 
 
 def ask(name: str, argument: bytes) -> bytes:
-    """A pickle {"x": NAME(argument)}."""
+    """Return a pickle {"x": NAME(argument)}."""
     module, _, function = name.rpartition(".")
     return b"\x80\x02}X\x01\x00\x00\x00x" + f"c{module}\n{function}\n".encode() + argument + b"\x85Rs."
 
 
 def huge_tensor() -> bytes:
-    """A tensor of four bytes whose storage claims two gibibytes."""
+    """Return a tensor of four bytes whose storage claims two gibibytes."""
     whole = torch_bytes({"x": torch.zeros(1)})
     with zipfile.ZipFile(io.BytesIO(whole)) as opened:
         contents = {entry.filename: opened.read(entry) for entry in opened.infolist()}
@@ -340,7 +340,7 @@ def huge_tensor() -> bytes:
     return file.getvalue()
 
 
-# as many names and numbers as are too many here
+# more names and numbers than are accepted
 MANY = 40_000
 TEN_GIB = b"\x8a\x05\x00\x00\x00\x80\x02"
 BOMBS: dict[str, tuple[Callable[[], bytes], str]] = {
@@ -492,7 +492,8 @@ def test_no_name_leads_to_another_folder(here: Path, name: str) -> None:
     study: dict[str, Any] = {"batches": [128]}
     refused(load_sweep, {"name": "s", "study": {**study, "variants": {name: {"training": {"delta": 0.1}}}}})
     refused(load_sweep, {"name": "s", "study": {**study, "methods": [name]}})
-    if name != "a:b":  # an account or host may follow
+    # an account or host may follow
+    if name != "a:b":
         refused(load_cluster, {"partitions": [{"partition": name}]})
 
 

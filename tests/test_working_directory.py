@@ -1,4 +1,4 @@
-"""The folder in which a command is typed may be a stranger's: nothing that lies there is imported or obeyed."""
+"""The working directory of a command may be a stranger's: nothing in it is imported or obeyed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SCRIPT = "import sys\nfrom tula_hpc.__main__ import main\nsys.exit(main())\n"
 
 
 def loaded_by_python_itself() -> set[str]:
-    """What `python -m` imports before it comes to the module, or tries to: out of a package's reach."""
+    """Return what `python -m` imports, or tries to, before it reaches the module; no package can change that."""
     code = "import runpy, sys; print(*{name.partition('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     of_other_systems = {name for name in sys.stdlib_module_names if find_spec(name) is None}
@@ -47,7 +47,7 @@ def loaded_by_python_itself() -> set[str]:
 
 @contextlib.contextmanager
 def trapped(folder: Path, names: Iterable[str]) -> Iterator[None]:
-    """Modules of these names lie there meanwhile; none of them may be run."""
+    """Put modules of these names there for a while; none of them may be run."""
     sprung = folder.parent / f"{folder.name}-sprung"
     text = f"print(__name__, file=open({str(sprung)!r}, 'a'))\nraise SystemExit(77)\n"
     files = {folder / f"{name}.py": text.encode() for name in names}
@@ -65,7 +65,7 @@ def trapped(folder: Path, names: Iterable[str]) -> Iterator[None]:
 
 
 def run(command: Iterable[object], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    # without PATH no Slurm is found: the files alone tell
+    # without PATH no Slurm is found, so only the files count
     given = ("PATH", "PYTHONPATH", "PYTHONSAFEPATH")
     clean = {key: value for key, value in os.environ.items() if key not in given}
     words = [sys.executable, *map(str, command)]
@@ -88,7 +88,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As pip writes it."""
+    """A command's script as pip writes it."""
     path = tmp_path_factory.mktemp("bin") / "tula"
     path.write_text(f"#!{sys.executable}\n{SCRIPT}")
     path.chmod(0o755)
@@ -100,7 +100,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("name", "module", "options", "code"),
     [
         ("run", "status", [], 4),
-        # their modules are in the next one as well
+        # their modules are in the next one, too
         pytest.param("profile", "analysis.plan", ["--objective", "time"], 0, marks=pytest.mark.thorough),
         pytest.param("profile", "analysis.report", [], 0, marks=pytest.mark.thorough),
         ("study", "analysis.study", [], 0),
@@ -159,7 +159,7 @@ def test_a_copy_that_is_not_installed_runs_from_its_own_folder(tmp_path: Path, f
     libraries = {"PYTHONPATH": str(PACKAGES)}
     done = run(["-S", "-m", "tula_hpc", "status", folders["run"]], tmp_path, **libraries)
     assert done.returncode == 4, done.stderr
-    # its jobs have to find it too
+    # its jobs have to find it, too
     code = "from tula_hpc.python_path import start_of_python; print(start_of_python()[1:])"
     assert run(["-S", "-c", code], tmp_path, **libraries).stdout == "[]\n"
     assert is_found_elsewhere()
@@ -173,7 +173,7 @@ def test_a_python_without_the_libraries_is_told_in_a_line_before_any_is_imported
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["tula"])
-    # as the system's Python in a folder with a copy of the package
+    # like the system's Python in a folder with a copy of the package
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setattr(sys, "path", [str(ROOT)])
     with pytest.raises(SystemExit) as ended:
@@ -218,7 +218,7 @@ def test_what_is_no_command_is_refused_with_those_that_are(
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
-    # without any word it is the whole page
+    # without any argument it is the whole page
     assert ("see tula --help" if words else "usage: tula ") in capsys.readouterr().err
 
 
@@ -239,7 +239,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.fixture
 def no_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The interpreter under another name, in a folder without a script."""
+    """An interpreter with another name, in a folder without a script."""
     python = tmp_path / "no script" / "python"
     python.parent.mkdir()
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
@@ -252,7 +252,7 @@ def no_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_the_commands_that_messages_name_run_as_they_stand(
     where: str, script: Path, folders: dict[str, Path], no_script: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A script of another installation is none of ours."""
+    """A script of another installation must not be used."""
     path = script.parent if where in ("elsewhere", "on PATH") else Path("/nowhere")
     monkeypatch.setenv("PATH", f"{path}:/usr/bin:/bin")
     if where == "on PATH":

@@ -1,4 +1,4 @@
-"""A training set with an item that holds nan."""
+"""A training set with a NaN in one item."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tula_hpc.data.loader import EpochDataset, Key
 
 
 def spoil_item(monkeypatch: pytest.MonkeyPatch, position: int) -> None:
-    """Let every training set have nan in its item at this position."""
+    """Put NaN into the item at this position of every training set."""
     items = EpochDataset.items
 
     def spoiled(self: EpochDataset, indices: list[Key]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Batches are copied to a GPU one ahead: their order, when copies begin, and on the device that nothing is mixed up."""
+"""Batches are copied to a GPU one ahead: their order, when copies begin, and that the device never mixes them up."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from tula_hpc.data.loader import StreamCopies, one_ahead
 from tula_hpc.ddp.worker import Worker
 
 
-class Diary(StreamCopies):
-    """A loader and copies that note what is asked of them."""
+class CallRecorder(StreamCopies):
+    """A loader and its copies, which record their calls."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.notes: list[str] = []
 
     def load(self) -> Iterator[int]:
-        """So many batches."""
+        """Yield this many batches, and record each."""
         for batch in range(self.count):
             self.notes.append(f"load {batch}")
             yield batch
 
     def begin(self, batch: int) -> Any:
-        """Note it."""
+        """Record the beginning of a copy."""
         self.notes.append(f"begin {batch}")
         return batch
 
     def arrive(self, copying: Any) -> Any:
-        """Note it."""
+        """Record the arrival of a copy."""
         self.notes.append(f"arrive {copying}")
         return copying
 
 
 def test_the_copy_of_the_next_batch_has_begun_when_one_is_given_and_no_other() -> None:
-    diary = Diary(3)
+    diary = CallRecorder(3)
     ahead = one_ahead(diary.load(), diary)
     assert diary.notes == []
     assert next(ahead) == 0
@@ -54,7 +54,7 @@ def test_the_copy_of_the_next_batch_has_begun_when_one_is_given_and_no_other() -
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
 def test_every_batch_comes_once_and_in_order(count: int) -> None:
-    diary = Diary(count)
+    diary = CallRecorder(count)
     assert list(one_ahead(diary.load(), diary)) == list(range(count))
 
 
@@ -64,7 +64,7 @@ def test_a_loader_that_fails_is_heard_of() -> None:
         raise ValueError("damaged")
 
     with pytest.raises(ValueError, match="damaged"):
-        next(one_ahead(failing(), Diary(0)))
+        next(one_ahead(failing(), CallRecorder(0)))
 
 
 def on_gpu(**workload: object) -> Worker:
@@ -76,7 +76,7 @@ def on_gpu(**workload: object) -> Worker:
     "workload", [{}, {"image_size": 20}, {"loader_workers": 2}, {"channels_last": True}, {"precision": "fp16"}]
 )
 def test_a_gpu_sees_the_same_bits_as_a_cpu(workload: dict[str, object]) -> None:
-    """But for resized ones, where the order of additions is the device's own."""
+    """Resized images are left out, because for them the device adds in an order of its own."""
     plain = Worker(sweep(**workload), ClusterSpec(), CONFIGURATION, ALONE)  # type: ignore[arg-type]
     tolerance = 1e-5 if "image_size" in workload else 0.0
     pairs = zip(on_gpu(**workload).batches(1, 64), plain.batches(1, 64), strict=False)
@@ -102,7 +102,7 @@ def test_a_copy_does_not_wait_for_the_step_before() -> None:
 
 @pytest.mark.gpu
 def test_memory_of_a_batch_is_not_overwritten_while_a_step_that_is_queued_needs_it() -> None:
-    """The host runs ahead: it lets go of batches that the device has not looked at yet."""
+    """The host runs ahead, and releases batches that the device has not read yet."""
     device = torch.device("cuda", 0)
     count = 12
     host = (torch.full((2**20,), float(i)).pin_memory() for i in range(count))
@@ -116,7 +116,7 @@ def test_memory_of_a_batch_is_not_overwritten_while_a_step_that_is_queued_needs_
 
 @pytest.mark.gpu
 def test_a_step_has_the_same_loss_with_and_without_copies_ahead() -> None:
-    # weights that hardly move: a backward pass adds up in another order each time, and steps enlarge what comes of it
+    # weights hardly change, because larger steps would amplify the differences from each pass's own order of addition
     ahead, plain = on_gpu(lr=1e-9), on_gpu(lr=1e-9)
     batches = ahead.batches()
     for _, batch in zip(range(30), plain.loader.stream(), strict=False):

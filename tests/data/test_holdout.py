@@ -1,4 +1,4 @@
-"""Samples held out of the training set, and those that the accuracy of training is measured on."""
+"""Samples held out of the training set, and the samples that measure the training accuracy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def test_held_out_samples_are_training_samples_that_are_not_trained_on() -> None
     assert (count(parts.train), count(parts.test)) == (total - round(0.2 * total), round(0.2 * total))
     train, held = images(parts.train), images(parts.test)
     assert train | held == images(whole.train)
-    assert len(train & held) <= len(images(whole.train) & images(whole.test))  # digits hold some images twice
+    # digits contain some images twice
+    assert len(train & held) <= len(images(whole.train) & images(whole.test))
     assert not held & (images(whole.test) - images(whole.train))
 
 

@@ -1,4 +1,4 @@
-"""Loaders: the same samples in the same order, whatever the number of workers and wherever training was resumed."""
+"""Loaders give the same samples in the same order, for any number of workers and wherever training was resumed."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ Batch = tuple[Tensor, Tensor]
 
 @pytest.fixture(scope="module", autouse=True)
 def looked_at_often() -> Iterator[None]:
-    """Torch asks every 5 s whether a loader process is alive, and waits as long for one that is to end."""
+    """Shorten the 5 s between torch's checks of a loader process, which is also how long it waits for one to end."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
         patch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.2,))
         yield
-        # tracebacks of mistakes hold loaders
+        # tracebacks of mistakes keep loaders alive
         gc.collect()
 
 
 class Noise(Dataset[tuple[Tensor, int]]):
-    """Items that augment with all random numbers, as a user's would, and tell the threads of their process."""
+    """Items augmented with every kind of random number, which also have the number of threads of their process."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -67,7 +67,7 @@ def loader(dataset: Dataset[Any], local_batch: int = 4, **options: Any) -> Train
 
 
 def global_batches(samples: int, local_batch: int, world_size: int, epoch: int = 0, offset: int = 0) -> list[list[int]]:
-    """Indices of each global batch, put together from what every rank is given."""
+    """Return the indices of each global batch, joined from those that every rank gets."""
     shares = []
     for rank in range(world_size):
         one = sampler(samples, local_batch, world_size, rank)
@@ -130,7 +130,8 @@ def test_the_order_follows_from_seed_and_epoch(seed: int, epoch: int) -> None:
     assert order(seed, epoch) == order(seed, epoch)
     assert order(seed, epoch) != order(seed, epoch + 1)
     assert order(seed, epoch) != order(seed + 1, epoch)
-    assert order(seed, epoch + 1) != order(seed + 1, epoch)  # a sum of the two would make these the same
+    # these would be equal if the two were only added
+    assert order(seed, epoch + 1) != order(seed + 1, epoch)
 
 
 def test_an_offset_outside_the_epoch_is_a_mistake() -> None:
@@ -212,11 +213,12 @@ def test_loading_leaves_the_random_numbers_of_others_alone() -> None:
 
 
 def test_loader_processes_yield_what_this_process_would() -> None:
-    """Over three epochs: the processes persist, and are told of a new epoch by the keys alone."""
+    """Over three epochs the processes persist, and learn of a new epoch only by the keys."""
     several = loader(Noise(12), loader_workers=2)
     batches = take(several, 7)
     assert same(batches, take(loader(Noise(12)), 7))
-    assert all((items[:, 3] == 1).all() for items, _ in batches)  # threads of a loader process
+    # threads of a loader process
+    assert all((items[:, 3] == 1).all() for items, _ in batches)
     assert several.prefetch_factor == 2
     assert several.persistent_workers
     assert same(take(several, 2, epoch=5, offset=4), take(loader(Noise(12)), 2, epoch=5, offset=4))
@@ -324,6 +326,6 @@ class _Absent(Noise):
 
 @pytest.mark.parametrize("loader_workers", [0, 1])
 def test_a_file_system_that_fails_is_no_mistake(loader_workers: int) -> None:
-    """Another attempt may go well, so nobody is told to mend anything."""
+    """Another attempt may succeed, so the user is not asked to correct anything."""
     with pytest.raises(DataError, match=r"^item \d+ of the training set cannot be read: OSError: .*Stale"):
         take(loader(_Absent(12), loader_workers=loader_workers), 1)

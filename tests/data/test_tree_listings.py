@@ -1,4 +1,4 @@
-"""Listings of folder trees are made once, noticed to be old, and not believed where they are damaged."""
+"""Listings of folder trees are made once, renewed when they are old, and ignored when they are damaged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def listed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Folders that are listed from now on."""
+    """A list of the folders that are listed from now on."""
     found: list[str] = []
     scandir = os.scandir
 
@@ -40,7 +40,7 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A tree of two classes, one of them with a folder in it, that has not been changed for long."""
+    """A tree of two classes, one of them with a folder in it, last changed long ago."""
     root = tmp_path / "data" / "train"
     for name in ("cat/0.png", "cat/1.png", "dög/old/0.jpg", "dög/old/1.txt"):
         write(root / name)

@@ -1,4 +1,4 @@
-"""Data sets: what is in them, how they are split and augmented, and what is said of a folder that is wrong."""
+"""Data sets: their contents, how they are split and augmented, and the message about a folder that is wrong."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def noise(seed: int, edge: int = 8, channels: int = 3) -> Bytes:
 
 
 def write_tree(root: Path, classes: list[str], images: int = 2, edge: int = 8) -> Path:
-    """`images` random PNG files for each class."""
+    """Write `images` random PNG files for each class, and return the root."""
     for label, name in enumerate(classes):
         (root / name).mkdir(parents=True)
         for i in range(images):
@@ -65,7 +65,7 @@ def items(dataset: Any) -> list[tuple[Tensor, int]]:
 
 
 def seen(dataset: Any, index: int) -> Tensor:
-    """An image as a model sees it."""
+    """Return an image as a model gets it."""
     image: Tensor = prepared(dataset, dataset[index][0][None])[0]
     return image
 
@@ -157,7 +157,7 @@ def test_another_image_size_is_resized_to() -> None:
 
 
 def test_synthetic_images_can_be_learned() -> None:
-    """By the nearest class mean of the training set, on images that were not trained on."""
+    """The nearest class mean of the training set classifies images that were not trained on."""
     data = build("synthetic", samples=300, image_size=16)
     train, test = ([(image.float(), label) for image, label in items(part)] for part in (data.train, data.test))
     means = torch.stack([torch.stack([x for x, y in train if y == label]).mean(0) for label in range(data.classes)])
@@ -173,7 +173,8 @@ def test_synthetic_images_follow_from_the_seed() -> None:
 
     assert torch.equal(image(1), image(1))
     assert not torch.equal(image(1), image(2))
-    assert not torch.equal(image(1), image(1, index=15))  # of the same class
+    # of the same class
+    assert not torch.equal(image(1), image(1, index=15))
 
 
 def test_a_subset_is_a_fixed_random_choice_that_grows() -> None:
@@ -228,7 +229,7 @@ def test_more_classes_than_there_are_is_an_error() -> None:
         build("digits", classes=11)
 
 
-# the pieces
+# preparation and augmentation
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=60))
@@ -279,7 +280,7 @@ def test_hashed_numbers_are_even_and_independent(seed: int, epoch: int, limit: i
 
 
 def write_cifar100(folder: Path, images: int = 5) -> Bytes:
-    """Random records of the binary layout: coarse label, fine label, 3072 bytes."""
+    """Write random records of the binary layout: coarse label, fine label, 3072 bytes."""
     folder.mkdir(parents=True)
     records = np.random.default_rng(0).integers(0, 256, (images, 3074), np.uint8)
     records[:, 1] = np.arange(images) * 19
@@ -314,7 +315,8 @@ def test_the_data_set_travels_without_its_pixels(tmp_path: Path) -> None:
     before = items(train)
     copy = pickle.dumps(train)
     del train
-    gc.collect()  # closes its files: the copy, as in another process, has to open them itself
+    # closes its files, so that the copy has to open them itself, as in another process
+    gc.collect()
     assert len(copy) < 3000
     assert torch.equal(items(pickle.loads(copy))[4][0], before[4][0])  # noqa: S301 # our own, made a few lines above
 
@@ -399,7 +401,8 @@ def test_a_changed_tree_is_decoded_anew(tmp_path: Path) -> None:
     before = build("imagefolder", data_dir, image_size=8).test[0][0]
     file = data_dir / "test" / "a" / "0.png"
     Image.fromarray(noise(99)).save(file)
-    os.utime(file, ns=(1, 1))  # the clock may be too coarse to see so quick a change
+    # the clock may be too coarse to show so quick a change
+    os.utime(file, ns=(1, 1))
     assert not torch.equal(build("imagefolder", data_dir, image_size=8).test[0][0], before)
 
 
@@ -493,7 +496,7 @@ def test_images_of_every_mode_become_rgb(tmp_path: Path, mode: str, size: int) -
 @pytest.mark.parametrize("size", [8, 96])
 @pytest.mark.parametrize("mode", ["I;16", "F"])
 def test_images_of_more_than_8_bits_are_refused(tmp_path: Path, mode: str, size: int) -> None:
-    """In 8 bits all but the darkest of their values are white."""
+    """With 8 bits, all but the darkest of their values would be white."""
     path = write_both(tmp_path / "data", ["a", "b"], edge=size) / "test" / "a" / "0.png"
     Image.new(mode, (size, size), 4000).save(path, "TIFF" if mode == "F" else "PNG")
     with pytest.raises(InputError, match=r"0\.png: has more than 8 bits a channel; convert"):

@@ -1,4 +1,4 @@
-"""A model of which not every worker uses all."""
+"""A model that some workers use only in part."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class Branches(nn.Module):
-    """Takes its second branch only for inputs whose first element is positive, its third never."""
+    """A model that uses its second branch only for inputs whose first element is positive, and its third never."""
 
     def __init__(self) -> None:
         super().__init__()

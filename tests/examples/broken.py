@@ -1,4 +1,4 @@
-"""A model that fails on the nodes that BROKEN_HOSTS names, in the words of BROKEN_SAYS: of a broken GPU, or others."""
+"""A model that fails on the nodes in BROKEN_HOSTS with the text in BROKEN_SAYS, such as that of a broken GPU."""
 
 from __future__ import annotations
 

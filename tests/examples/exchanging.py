@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class Centred(nn.Module):
-    """Outputs less their mean over the samples of all workers."""
+    """Subtract from the outputs their mean over the samples of all workers."""
 
     def forward(self, scores: Tensor) -> Tensor:
         mean = scores.detach().mean(0)
@@ -18,5 +18,5 @@ class Centred(nn.Module):
 
 
 def exchanging(classes: int, image_size: int) -> nn.Module:
-    """One layer, for `model = "tests.examples.exchanging:exchanging"`."""
+    """Return a model of one layer, for `model = "tests.examples.exchanging:exchanging"`."""
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * image_size**2, classes), Centred())

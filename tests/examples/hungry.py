@@ -13,12 +13,13 @@ PAGE = 4096
 
 
 class Kept(torch.autograd.Function):
-    """Keeps memory for the backward pass, as activations are kept."""
+    """Keep memory for the backward pass, as activations are kept."""
 
     @staticmethod
     def forward(ctx: Any, pixels: Tensor) -> Tensor:
         ctx.kept = torch.empty(len(pixels), BYTES_PER_SAMPLE, dtype=torch.uint8)
-        ctx.kept[:, ::PAGE] = 1  # the kernel gives a page once it is written to
+        # the kernel provides a page once it is written to
+        ctx.kept[:, ::PAGE] = 1
         return pixels.clone()
 
     @staticmethod
@@ -30,8 +31,8 @@ class Hungry(nn.Module):
     """A linear classifier on averaged pixels that keeps `BYTES_PER_SAMPLE` bytes per sample.
 
     Args:
-        classes: Outputs.
-        frugal_passes: So many training passes come before the first hungry one.
+        classes: Number of outputs.
+        frugal_passes: Number of training passes before the first one that needs much memory.
     """
 
     def __init__(self, classes: int, frugal_passes: int = 0) -> None:
@@ -41,7 +42,8 @@ class Hungry(nn.Module):
         self.frugal_passes = frugal_passes
 
     def forward(self, images: Tensor) -> Tensor:
-        pixels = nn.functional.adaptive_avg_pool2d(images, 8).mean(1).flatten(1)  # (b, 64)
+        # (b, 64)
+        pixels = nn.functional.adaptive_avg_pool2d(images, 8).mean(1).flatten(1)
         self.frugal_passes -= self.training
         scaled = pixels * self.gain
         if self.frugal_passes < 0:
@@ -51,15 +53,15 @@ class Hungry(nn.Module):
 
 
 def build(classes: int, image_size: int) -> nn.Module:
-    """For `model = "tests.examples.hungry:build"`."""
+    """Return a model for `model = "tests.examples.hungry:build"`."""
     return Hungry(classes)
 
 
 def build_late(classes: int, image_size: int) -> nn.Module:
-    """Runs out of memory only in the course of training."""
+    """Return a model that runs out of memory only later in the training."""
     return Hungry(classes, frugal_passes=6)
 
 
 def build_one_rank(classes: int, image_size: int) -> nn.Module:
-    """Only the job's second process is hungry."""
+    """Return a model that needs much memory only in the job's second process."""
     return Hungry(classes, frugal_passes=0 if os.environ.get("RANK") == "1" else 10**9)

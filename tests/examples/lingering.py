@@ -1,6 +1,6 @@
-"""A model of which the job's second worker fails, in a process that something keeps from ending.
+"""A model that fails on the job's second worker, in a process that cannot end at once.
 
-`$LINGERS` says what: a "destructor" of what a module holds, as NCCL's waits for peers, or a "thread".
+`$LINGERS` names the reason: a "destructor" of a module's object, as NCCL's waits for peers, or a "thread".
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ERRORS = {"MemoryError": MemoryError("of rank 1"), "KeyError": KeyError("of rank
 
 
 class Lingerer:
-    """Something whose destructor takes its time."""
+    """An object whose destructor takes long."""
 
     def __del__(self) -> None:
         time.sleep(SECONDS)
@@ -26,7 +26,7 @@ LINGERER = Lingerer() if os.environ.get("LINGERS") == "destructor" else None
 
 
 class Failing(nn.Module):
-    """A linear classifier. The second worker raises `$RAISES` in its first training pass."""
+    """A linear classifier whose second worker raises `$RAISES` in its first training pass."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -42,5 +42,5 @@ class Failing(nn.Module):
 
 
 def build(classes: int, image_size: int) -> nn.Module:
-    """For `model = "tests.examples.lingering:build"`."""
+    """Return a model for `model = "tests.examples.lingering:build"`."""
     return Failing(classes)

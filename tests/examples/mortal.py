@@ -1,4 +1,4 @@
-"""A model whose process dies once without a word, as when the kernel kills it for its memory."""
+"""A model whose process is killed once, as by the kernel for its memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOCAL_BATCH = 32
 
 
 class Mortal(nn.Module):
-    """A linear classifier. The first process that sees `LOCAL_BATCH` images makes the file `$VICTIM` and is killed."""
+    """A linear classifier; the first process that sees `LOCAL_BATCH` images makes the file `$VICTIM` and is killed."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -28,5 +28,5 @@ class Mortal(nn.Module):
 
 
 def build(classes: int, image_size: int) -> nn.Module:
-    """For `model = "tests.examples.mortal:build"`."""
+    """Return a model for `model = "tests.examples.mortal:build"`."""
     return Mortal(classes)

@@ -1,4 +1,4 @@
-"""Workloads that are no classifications of images: inputs and targets of several parts, losses of one's own."""
+"""Workloads other than image classification: inputs and targets of several parts, and losses of the user's own."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from torch.utils.data import Dataset
 
 from tula_hpc.config import WorkloadSpec
 
-KIND: Any = dict  # of the inputs
+# kind of the inputs, which a test may replace
+KIND: Any = dict
 
 
 class Points(Dataset[tuple[dict[str, Any], tuple[Tensor, float]]]):
-    """Places on a plane with a group, to a vector and a number that follow from them.
+    """Places on a plane with a group, and as targets a vector and a number that follow from them.
 
     Args:
-        samples: How many.
+        samples: Number of places.
     """
 
     def __init__(self, samples: int) -> None:
@@ -33,12 +34,12 @@ class Points(Dataset[tuple[dict[str, Any], tuple[Tensor, float]]]):
 
 
 def points(spec: WorkloadSpec) -> tuple[Points, Points, int]:
-    """For `dataset`."""
+    """Return data for `dataset`."""
     return Points(256), Points(65), 4
 
 
 class Regression(nn.Module):
-    """A vector and a number for each place and group; with dropout, so that random numbers count."""
+    """A model of a vector and a number for each place and group; with dropout, so that random numbers matter."""
 
     def __init__(self, groups: int) -> None:
         super().__init__()
@@ -52,28 +53,28 @@ class Regression(nn.Module):
 
 
 def regression(classes: int, image_size: int) -> nn.Module:
-    """For `model`."""
+    """Return a model for `model`."""
     return Regression(classes)
 
 
 def with_unused(classes: int, image_size: int) -> nn.Module:
-    """The same with a layer that is not used."""
+    """Return the same model with a layer that is not used."""
     model = Regression(classes)
     model.spare = nn.Linear(2, 2)
     return model
 
 
 def squared_error(outputs: dict[str, Tensor], targets: list[Tensor]) -> Tensor:
-    """For `loss`."""
+    """Return a loss for `loss`."""
     vector, number = targets
     return (outputs["vector"] - vector).square().sum(1) + (outputs["number"] - number).square().float()
 
 
 def near(outputs: dict[str, Tensor], targets: list[Tensor]) -> Tensor:
-    """For `metric`: whether the number is as good as right."""
+    """Return for `metric` whether the number is nearly right."""
     return ((outputs["number"] - targets[1]).abs() < 0.5).float()
 
 
 def smoothed(scores: Tensor, labels: Tensor) -> Tensor:
-    """For `loss` of a classification."""
+    """Return a loss of a classification for `loss`."""
     return cross_entropy(scores, labels, reduction="none", label_smoothing=0.1)

@@ -1,4 +1,4 @@
-"""A model and a data set of one's own, as `tula_hpc.user_code` describes them.
+"""A model and a data set of the user's own, as `tula_hpc.user_code` describes them.
 
 From the root of the repository::
 
@@ -15,15 +15,16 @@ from torch.utils.data import Dataset
 
 from tula_hpc.config import WorkloadSpec
 
-CLASSES = 4  # angles of the stripes
+# angles of the stripes
+CLASSES = 4
 
 
 class Stripes(Dataset[tuple[Tensor, int]]):
-    """Stripes at four angles, at a random place when augmented.
+    """Images of stripes at four angles, shifted at random when augmented.
 
     Args:
-        samples: How many images.
-        size: Edge, pixels.
+        samples: Number of images.
+        size: Edge in pixels.
         augment: Whether stripes are shifted at random.
     """
 
@@ -43,11 +44,11 @@ class Stripes(Dataset[tuple[Tensor, int]]):
 
 
 def stripes(spec: WorkloadSpec) -> tuple[Dataset[tuple[Tensor, int]], Dataset[tuple[Tensor, int]], int]:
-    """Training set, test set, number of classes."""
+    """Return training set, test set, number of classes."""
     size = spec.image_size or 16
     return Stripes(512, size, spec.augment), Stripes(128, size, augment=False), CLASSES
 
 
 def perceptron(classes: int, image_size: int) -> nn.Module:
-    """One hidden layer."""
+    """Return a model with one hidden layer."""
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * image_size**2, 64), nn.ReLU(), nn.Linear(64, classes))

@@ -1,4 +1,4 @@
-"""A model and a data set that take time without work for the processor, for `workload.model` and `workload.dataset`."""
+"""A model and a data set that take time but no processor, for `workload.model` and `workload.dataset`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ITEM_S, ITEM_CV = "SLEEPY_ITEM_S", "SLEEPY_ITEM_CV"
 
 
 class SleepyImages(Dataset[tuple[Tensor, int]]):
-    """Training images that each take a while to load, always the same one; test images take none."""
+    """Training images that each take a while to load, always the same; test images take no time."""
 
     def __init__(self, samples: int, *, sleeps: bool) -> None:
         self.samples = samples
@@ -37,12 +37,12 @@ class SleepyImages(Dataset[tuple[Tensor, int]]):
 
 
 def images(spec: WorkloadSpec) -> tuple[SleepyImages, SleepyImages, int]:
-    """Training set, test set, number of classes."""
+    """Return training set, test set, number of classes."""
     return SleepyImages(spec.samples or 4096, sleeps=True), SleepyImages(64, sleeps=False), CLASSES
 
 
 class Sleepy(nn.Module):
-    """A single layer that takes its time in every training pass."""
+    """A single layer that sleeps in every training pass."""
 
     def __init__(self, classes: int, image_size: int) -> None:
         super().__init__()
@@ -56,5 +56,5 @@ class Sleepy(nn.Module):
 
 
 def model(classes: int, image_size: int) -> nn.Module:
-    """For `model = "tests.examples.sleepy:model"`."""
+    """Return a model for `model = "tests.examples.sleepy:model"`."""
     return Sleepy(classes, image_size)

@@ -1,4 +1,4 @@
-"""A model whose training takes as long as a test needs, without work for the processor."""
+"""A model whose training takes as long as a test wants, without work for the processor."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from torch import Tensor, nn
 
 from tula_hpc.workloads.small_cnns import compact_cnn
 
-PACE_FILE = "PACE_FILE"  # environment variable: a file with the seconds that a training pass takes; it may change
+# environment variable: a file with the seconds of a training pass, which may change
+PACE_FILE = "PACE_FILE"
 
 
-EVALUATION_PACES = 10  # an evaluation pass takes as long as so many training passes, where it takes time
+# an evaluation pass, where it takes time, takes as long as this many training passes
+EVALUATION_PACES = 10
 
 
 class Slow(nn.Module):
-    """A small network with dropout and BatchNorm that sleeps in every training pass; its numbers know nothing of it."""
+    """A small network with dropout and BatchNorm that sleeps in every training pass, without effect on its numbers."""
 
     def __init__(self, classes: int, image_size: int, evaluation_paces: int = 0) -> None:
         super().__init__()
@@ -33,10 +35,10 @@ class Slow(nn.Module):
 
 
 def build(classes: int, image_size: int) -> nn.Module:
-    """For `model = "tests.examples.slow:build"`."""
+    """Return a model for `model = "tests.examples.slow:build"`."""
     return Slow(classes, image_size)
 
 
 def build_slow_to_evaluate(classes: int, image_size: int) -> nn.Module:
-    """Sleeps in evaluation passes too."""
+    """Return a model that sleeps in evaluation passes, too."""
     return Slow(classes, image_size, EVALUATION_PACES)

@@ -1,4 +1,4 @@
-"""A model of which a profile makes a record of 40 kB and more: it says that very many libraries were in use."""
+"""A model whose profile writes a record of 40 kB and more, because very many libraries seem to be in use."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ LIBRARIES = 500
 
 
 def build(classes: int, image_size: int) -> nn.Module:
-    """For `model = "tests.examples.wordy:build"`."""
+    """Return a model for `model = "tests.examples.wordy:build"`."""
     versions = {f"library {number}": "1.0" * 25 for number in range(LIBRARIES)}
-    # for as long as this process lives
+    # for the life of this process
     pytest.MonkeyPatch().setattr(profiler, "describe_versions", lambda: versions)
     return compact_cnn(classes, image_size)

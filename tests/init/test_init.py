@@ -1,4 +1,4 @@
-"""`tula init` on clusters that it never saw: Slurm's commands as scripts that answer for made-up sites."""
+"""`tula init` on unknown clusters: scripts in place of Slurm's commands answer for made-up sites."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tula_hpc.config import ClusterSpec, load_cluster
 from tula_hpc.init.__main__ import main
 
 
-class Made(NamedTuple):
-    """One partition of a made-up site."""
+class MadePartition(NamedTuple):
+    """A partition of a made-up site."""
 
     name: str
     nodes: int = 4
@@ -30,7 +30,9 @@ class Made(NamedTuple):
     fields: str = ""
 
 
-def put_site(folder: Path, partitions: list[Made], *, config: str = "", accounts: str = "", qos: str = "") -> None:
+def put_site(
+    folder: Path, partitions: list[MadePartition], *, config: str = "", accounts: str = "", qos: str = ""
+) -> None:
     folder.mkdir(exist_ok=True)
     shown = "".join(
         f"PartitionName={p.name} AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL Default={'YES' if not i else 'NO'} "
@@ -70,8 +72,8 @@ def written(tmp_path: Path, *options: str) -> ClusterSpec:
 def test_gpus_are_recommended_and_the_others_are_named(
     commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gpu = Made("gpu", nodes=8, cpus=40, gres="gpu:v100:4(S:0-1)", limit="2-00:00:00")
-    put_site(commands, [Made("cpu", nodes=100), gpu])
+    gpu = MadePartition("gpu", nodes=8, cpus=40, gres="gpu:v100:4(S:0-1)", limit="2-00:00:00")
+    put_site(commands, [MadePartition("cpu", nodes=100), gpu])
     cluster = written(tmp_path)
     assert (cluster.partition, cluster.device, cluster.gres) == ("gpu", "cuda", "gpu:v100:4")
     assert (cluster.workers_per_node, cluster.cpus_per_worker, cluster.max_nodes) == (4, 10, 8)
@@ -87,7 +89,7 @@ def test_gpus_are_recommended_and_the_others_are_named(
 
 
 def test_of_parts_of_gpus_a_worker_sees_one_alone(commands: Path, tmp_path: Path) -> None:
-    put_site(commands, [Made("mig", gres="gpu:a100_1g.5gb:7")])
+    put_site(commands, [MadePartition("mig", gres="gpu:a100_1g.5gb:7")])
     cluster = written(tmp_path)
     assert (cluster.workers_per_node, cluster.gres) == (1, "gpu:a100_1g.5gb:1")
 
@@ -96,7 +98,7 @@ def test_limits_of_partition_account_and_qos_hold(commands: Path, tmp_path: Path
     fields = "AllowAccounts=ml,bio QoS=part AllowQos=high,low TRESBillingWeights=CPU=1.0"
     put_site(
         commands,
-        [Made("short", limit="0:10:00", fields=fields)],
+        [MadePartition("short", limit="0:10:00", fields=fields)],
         config="AccountingStorageEnforce = associations,limits\\n",
         accounts="chem||normal||\\nml||normal,low||node=3\\n",
         qos="part||node=2\\nlow|5|\\nhigh||\\n",
@@ -111,14 +113,17 @@ def test_limits_of_partition_account_and_qos_hold(commands: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("site", "reason"),
     [
-        ((Made("a", state="DOWN"), ""), "its state is DOWN"),
-        ((Made("a", nodes_state="drained"), ""), "its nodes are down or drained"),
-        ((Made("a", fields="AllowGroups=nobody-else"), ""), "it is for the groups nobody-else"),
-        ((Made("a"), "AccountingStorageEnforce = associations\\n"), f"{getpass.getuser()} has no account there"),
+        ((MadePartition("a", state="DOWN"), ""), "its state is DOWN"),
+        ((MadePartition("a", nodes_state="drained"), ""), "its nodes are down or drained"),
+        ((MadePartition("a", fields="AllowGroups=nobody-else"), ""), "it is for the groups nobody-else"),
+        (
+            (MadePartition("a"), "AccountingStorageEnforce = associations\\n"),
+            f"{getpass.getuser()} has no account there",
+        ),
     ],
 )
 def test_where_nothing_can_be_used_the_reason_is_said_and_nothing_written(
-    commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], site: tuple[Made, str], reason: str
+    commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], site: tuple[MadePartition, str], reason: str
 ) -> None:
     put_site(commands, [site[0]], config=site[1])
     assert main([str(tmp_path / "cluster.toml")]) == 2
@@ -127,7 +132,7 @@ def test_where_nothing_can_be_used_the_reason_is_said_and_nothing_written(
 
 
 def test_a_file_that_is_there_stays(commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    put_site(commands, [Made("a")])
+    put_site(commands, [MadePartition("a")])
     (tmp_path / "cluster.toml").write_text("mine")
     assert main([str(tmp_path / "cluster.toml")]) == 2
     assert (tmp_path / "cluster.toml").read_text() == "mine"
@@ -138,13 +143,13 @@ def test_a_file_that_is_there_stays(commands: Path, tmp_path: Path, capsys: pyte
 
 def test_loaded_modules_are_loaded_in_jobs(commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOADEDMODULES", "cuda/12.4:python/3.11")
-    put_site(commands, [Made("a")])
+    put_site(commands, [MadePartition("a")])
     assert written(tmp_path).setup == ("module load cuda/12.4 python/3.11",)
 
 
 GRES = ["(null)", "gpu:1", "gpu:8(S:0-1)", "gpu:a100:4", "gpu:a:2,gpu:b:2", "nvme:1,gpu:tesla:2", "mps:100"]
 made = st.builds(
-    Made,
+    MadePartition,
     name=st.sampled_from(["batch", "gpu", "debug", "long-jobs", "p_1"]),
     nodes=st.integers(1, 5000),
     cpus=st.integers(1, 512),
@@ -159,7 +164,7 @@ made = st.builds(
 
 @fuzz(15)
 @given(st.lists(made, min_size=1, max_size=4, unique_by=lambda p: p.name))
-def test_whatever_the_site_the_file_is_valid_or_the_reason_is_said(partitions: list[Made]) -> None:
+def test_whatever_the_site_the_file_is_valid_or_the_reason_is_said(partitions: list[MadePartition]) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:

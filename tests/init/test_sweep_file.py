@@ -1,4 +1,4 @@
-"""`tula init --script`: options of training scripts of many styles, and the sweep file that comes of them."""
+"""`tula init --script`: options of training scripts in many styles, and the sweep file made from them."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Options:
     seed: int = 5
 main(tyro.cli(Options))
 """
-# as in pytorch/examples
+# pytorch/examples
 OF_A_NODE = """
 import argparse
 p = argparse.ArgumentParser()
@@ -125,7 +125,7 @@ p.add_argument("--epochs", default=90, type=int)
 p.add_argument("-b", default=256, type=int, dest="batch_size", help="total batch of all GPUs on the current node")
 p.add_argument("--seed", default=None, type=int)
 """
-# as in torchvision's references
+# torchvision's references
 OF_A_WORKER = """
 import argparse
 p = argparse.ArgumentParser()
@@ -138,16 +138,16 @@ p = argparse.ArgumentParser()
 p.add_argument("--batch_size", default=32, type=int)
 p.add_argument("--num_nodes", default=1, type=int)
 """
-# as in torchvision's text of years ago
+# an older text of torchvision's
 OF_THE_NODE = OF_A_NODE.replace("current node", "node")
-# as Megatron's
+# Megatron
 OF_A_MODEL = """
 import argparse
 p = argparse.ArgumentParser()
 p.add_argument("--micro-batch-size", type=int, help="Per model. Global batch size is this times workers.")
 p.add_argument("--train-iters", type=int)
 """
-# as CleanRL's
+# CleanRL
 ROLLOUTS = """
 import tyro
 from dataclasses import dataclass
@@ -216,7 +216,7 @@ NOTHING = "batch_size = 64\nmodel = build()\n"
         (OF_A_NODE, "-b {local_batch} --epochs {epochs}", {"epochs": 90}),
         (OF_A_WORKER, "--batch-size {local_batch} --epochs {epochs}", {"epochs": 26}),
         (LIGHTNING, "--batch_size {local_batch} --num_nodes {nodes}", {}),
-        # of a graph
+        # nodes of a graph
         (LIGHTNING.replace("1", "1000"), "--batch_size {local_batch}", {}),
         (STEPS, "--batch_size {local_batch} --max_iters {steps}", {}),
         (PLAIN_STEPS, "--batch {local_batch} --iter {steps}", {}),
@@ -296,7 +296,7 @@ def test_arguments_of_a_run_that_a_file_lacks_are_added_and_no_more_required(com
     assert (added, required_arguments(whole)) == (["pictures"], [])
     assert 'arguments = ["pictures", "--out", "x", "--batch-size", ' in whole
     assert with_arguments(whole, ["pictures", *used[:-2]]) == (whole, [])
-    # an option by its short name, beside a value that is another one's
+    # an option by its short name, next to a value that belongs to another one
     names = {"-b": "--batch-size", "-o": "--out", "-s": "--seed"}
     short = ["-b", "{global_batch}", "-o", "y", "-s", "7"]
     assert with_arguments(whole, short, names) == (whole, [])
@@ -352,7 +352,7 @@ def test_a_batch_that_the_source_does_not_tell_is_unknown_until_a_step_was_seen(
     filled, keys = fill_in(written, {"accumulation": 2, "base_batch": 16})
     assert keys == ["base_batch", "accumulation"]
     assert tomllib.loads(filled)["training"]["base_batch"] == 16
-    # by hand, beside the line that asks for it
+    # added by hand, next to the line that asks for it
     mine = f"{written}base_batch = 512\n"
     assert tomllib.loads(fill_in(mine, {"base_batch": 16})[0])["training"]["base_batch"] == 512
 
@@ -399,7 +399,7 @@ def test_a_script_of_that_name_in_the_working_directory_is_not_taken(
 
 
 def test_sizes_and_the_rates_batch_are_those_of_partitions_and_of_the_script(commands: Path, tmp_path: Path) -> None:
-    """With six passes a step, where a sweep takes four."""
+    """The script takes six passes a step, where a sweep takes four."""
     put_site(commands, [Made("cpu")])
     (tmp_path / "train.py").write_text(CLICK)
     parts = "".join(f'[[partitions]]\npartition = "{name}"\nmax_nodes = 2\nworkers_per_node = 3\n' for name in "ab")
@@ -411,7 +411,7 @@ def test_sizes_and_the_rates_batch_are_those_of_partitions_and_of_the_script(com
 
 
 def test_an_option_that_resumes_without_a_value_is_given_none(commands: Path, tmp_path: Path) -> None:
-    # as mmengine's
+    # mmengine
     declared = 'p.add_argument("--resume", nargs="?", type=str, const="auto")'
     (tmp_path / "train.py").write_text(f"{STEPS}{declared}\ntorch.save(state, path)\n")
     put_site(commands, [Made("cpu")])
@@ -440,13 +440,13 @@ def test_what_the_source_does_not_say_is_unknown_and_asked_for(
     assert (output["notes"], output["partition"]["name"]) == ([], "cpu")
     with pytest.raises(InputError, match=r"samples: is required with a script"):
         load_sweep(tmp_path / "train.toml")
-    # the same once more: the sweep file is not replaced, and a cluster file that is there is used
+    # once more: the sweep file is not replaced, and the present cluster file is used
     capsys.readouterr()
     assert main(files) == 2
     output = capsys.readouterr().err
     assert output.endswith("train.toml: exists already; move it away, or add --force, which replaces it\n")
     (tmp_path / "cluster.toml").write_text('name = "mine"\ncpus_per_worker = 2\n')
-    # nodes that this machine stands in for do not outnumber its cores
+    # nodes that this machine stands in for never outnumber its cores
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     assert main([*files, "--force"]) == 0
     assert "exists already and is left as it is" in capsys.readouterr().out
@@ -473,7 +473,7 @@ def test_without_slurm_both_files_are_for_this_machine(
     sweep, cluster = load_together(tmp_path / "train.toml", tmp_path / "cluster.toml", required)
     assert (cluster.executor, cluster.max_nodes, sweep.search.cluster_sizes) == ("local", 3, (1, 2))
     assert "; tula attach fills it in: unknown" in (tmp_path / "train.toml").read_text()
-    # a Slurm that does not answer is another thing
+    # a Slurm that does not answer is a different case
     put_site(tmp_path, [])
     for name in ("scontrol", "sacctmgr"):
         (tmp_path / name).unlink()
@@ -489,7 +489,7 @@ def test_without_slurm_both_files_are_for_this_machine(
     assert capsys.readouterr().err == f"nothing.py: no such file; {words} {Path.cwd()}\n"
     assert main(["--script", str(tmp_path)]) == 2
     assert f"{tmp_path}: is no file; {words} " in capsys.readouterr().err
-    # TOML can be valid Python, and its own name would be the sweep file's
+    # TOML can be valid Python, and the script's name would become the sweep file's
     mine = tmp_path / "mine.toml"
     mine.write_text('name = "mine"\n')
     assert main([str(tmp_path / "cluster.toml"), "--script", str(mine), "--force"]) == 2
@@ -511,7 +511,7 @@ def test_bounds_of_the_search_are_valid_for_small_batches_and_data(
 
 
 def next_lines(tmp_path: Path, script: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """What `tula init` says to run, the words behind the file to fill in."""
+    """Return what `tula init` says to run, the text after the file to fill in."""
     assert main([str(tmp_path / "cluster.toml"), "--script", script, "--json", "--force"]) == 0
     line: str = json.loads(capsys.readouterr().out)["next"][0]
     return line.partition(".toml ")[2].split()
@@ -539,7 +539,7 @@ def test_the_next_command_has_what_the_script_requires(
     assert next_lines(tmp_path, str(script), capsys) == [str(script), *words.split()[1:]]
     written = (tmp_path / "train.toml").read_text()
     assert len(required_arguments(written)) == words.count("...")
-    # where nothing but steps is told, an epoch is the user's own
+    # if only steps are given, the user knows how long an epoch is
     assert ("{steps} is epochs * samples" in written) == ("--epochs" not in words and "--config" not in words)
     assert ("name it, as in batch-{local_batch}.yaml" in written) == ("--config" in words)
 
@@ -570,7 +570,7 @@ def test_steps_of_a_rollout_and_what_the_script_computes_are_not_given_values(tm
     found = read_options(script)
     assert (found.batch, found.steps) == (None, None)
     assert found.seed is not None
-    # without environments, and with a batch of the user's own
+    # without environments, and with a batch that the user gave
     script.write_text(ROLLOUTS.replace("num_envs", "width").replace("total_timesteps", "x").replace("= 0", "= 8"))
     found = read_options(script)
     assert found.batch is not None

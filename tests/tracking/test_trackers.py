@@ -1,4 +1,4 @@
-"""Metrics that are passed on to trackers: every line once, whatever happens to a training on the way."""
+"""Metrics that are passed on to trackers: every line once, whatever happens to a training meanwhile."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def epoch(number: int) -> EpochMetrics:
 
 
 def log(run: RunDirectory, steps: Sequence[int], loss: float = 1.0) -> None:
-    """Lines of these steps, and those of the epochs that end with one of them."""
+    """Write lines of these steps, and those of the epochs that end with one of them."""
     path = run.make_train().metrics_file
     for number in steps:
         append_record(path, step(number, loss), durable=False)
@@ -46,7 +46,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 class Memory:
-    """A tracker that keeps what it was given."""
+    """A tracker that keeps what it gets."""
 
     def __init__(self) -> None:
         self.runs: dict[str, list[Point]] = {}
@@ -83,7 +83,7 @@ def test_every_line_is_passed_on_once_also_of_a_training_that_goes_back_to_a_che
     with run.train().metrics_file.open("ab") as file:
         file.write(b'{"kind":"step","st')
     follower.pass_on()
-    # killed, requeued, and on from step 4: the torn line spoils only itself
+    # killed, requeued, and continued from step 4: only the torn line is lost
     follower = Follower(run.make_train(), {"memory": memory})
     log(run, range(5, 13), loss=1.5)
     follower.pass_on()
@@ -92,7 +92,7 @@ def test_every_line_is_passed_on_once_also_of_a_training_that_goes_back_to_a_che
 
 
 def test_scores_that_come_after_their_epoch_are_passed_on_alone(run: RunDirectory) -> None:
-    """A script's are read from its output, or reported once the next epoch's steps have begun."""
+    """A script's scores are read from its output, or reported after the next epoch's steps have begun."""
     memory = Memory()
     path = run.make_train().metrics_file
     follower = Follower(run.make_train(), {"memory": memory})
@@ -113,7 +113,7 @@ def test_scores_that_come_after_their_epoch_are_passed_on_alone(run: RunDirector
 
 
 def test_a_training_that_begins_anew_is_another_run(run: RunDirectory) -> None:
-    """As a script's without checkpoints: its metrics are put aside, while they are followed."""
+    """A script without checkpoints begins anew: its metrics are put aside while they are followed."""
     memory = Memory()
     follower = Follower(run.make_train(), {"memory": memory})
     log(run, range(1, 7))
@@ -144,7 +144,7 @@ def test_a_tracker_that_fails_does_not_disturb_another_and_gets_the_rest_from_th
 
 @pytest.mark.processes
 def test_the_process_passes_on_all_that_was_written_before_its_end(run: RunDirectory) -> None:
-    """Its end comes while a child of the training still has the pipe open, as a loader process may."""
+    """The pipe may still be open in a child of the training, such as a loader process, when the end comes."""
     pytest.importorskip("tensorboard", reason="tensorboard is an extra that is not installed here")
     with following(run.root, "main", ["tensorboard"]):
         log(run, range(1, 9))
@@ -153,7 +153,7 @@ def test_the_process_passes_on_all_that_was_written_before_its_end(run: RunDirec
 
 
 def scalars(folder: Path, tag: str) -> dict[int, float]:
-    """Values by step, as TensorBoard's own reader has them; none may be there twice."""
+    """Return values by step, as TensorBoard's own reader finds them; assert that none is there twice."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     read = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload().Scalars(tag)
@@ -169,7 +169,7 @@ def test_tensorboard_reads_a_requeued_training_as_one_run(run: RunDirectory) -> 
         files = run.make_train()
         follower = Follower(files, {"tensorboard": TensorBoard(run.root, "main", files)})
         follower.pass_on()
-        # killed after it had written what it did not note any more
+        # killed after it had written lines that it did not record as passed on
         tracker = follower.trackers["tensorboard"]
         tracker.write([Point(99, {"train/loss": 9.0})], follower.positions["tensorboard"])
         follower.close()
@@ -201,7 +201,7 @@ def test_wandb_writes_offline_runs_of_one_id(run: RunDirectory) -> None:
 
 
 def history(path: Path) -> list[dict[str, float]]:
-    """The logged rows of a file of wandb, by its own messages; newer versions have no reader in Python."""
+    """Return the logged rows of a file of wandb's own messages; newer versions have no reader in Python."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     rows = []
@@ -215,7 +215,7 @@ def history(path: Path) -> list[dict[str, float]]:
 
 
 def messages(log: bytes) -> Iterator[bytes]:
-    """The messages of a log as LevelDB writes it: in blocks, each piece with checksum, length and kind."""
+    """Yield the messages of a log as LevelDB writes it: in blocks, each piece with checksum, length and kind."""
     block, header, whole, last = 32 * 1024, 7, 1, 4
     assert log.startswith(b":W&B")
     place, message = header, b""
@@ -244,7 +244,7 @@ def test_mlflow_has_one_run_that_says_itself_how_far_it_came(
         follower.pass_on()
         follower.close()
         assert follower.trackers, "it did not fail"
-        # killed before it could note the last lines
+        # killed before it could record the last lines
         noted = follower.positions["mlflow"]
         (files.root / "trackers.json").write_text(
             json.dumps({"of": {"mlflow": {**noted.model_dump(), "step": noted.step - 5}}})
@@ -269,7 +269,7 @@ def test_a_line_is_its_numbers() -> None:
 
 
 def test_a_folder_of_a_trackers_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As wandb makes one where it is started."""
+    """wandb makes such a folder where it is started."""
     (tmp_path / "a_tracker").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     assert trackers.missing(["pytest", "a_tracker", "not_there"]) == ["a_tracker", "not_there"]

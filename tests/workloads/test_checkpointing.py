@@ -1,4 +1,4 @@
-"""Activation checkpointing: less is kept, and nothing else changes."""
+"""Activation checkpointing keeps less memory, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from tula_hpc.workloads.fake_steps import Shapes, count
 from tula_hpc.workloads.torchvision_models import build_model
 from tula_hpc.workloads.workload import build_workload
 
-# residual blocks; a list of layers with dropout; stochastic depth; blocks inside of blocks
+# residual blocks; a list of layers with dropout; stochastic depth; blocks within blocks
 MODELS = ("resnet18", "alexnet", "efficientnet_b0", "googlenet")
 COMPACT = "tula_hpc.workloads.small_cnns:medium_cnn"
-BLOCKS = f"{__name__}:blocks"  # many small ones, one inside another
+# many small ones, one within another
+BLOCKS = f"{__name__}:blocks"
 SIZE, CLASSES = 16, 7
 
 
@@ -35,7 +36,7 @@ def batch(samples: int = 2) -> tuple[Tensor, Tensor]:
 
 
 def step(model: nn.Module) -> list[Tensor]:
-    """Loss, gradients, buffers and the random numbers that come next."""
+    """Return the loss, gradients, buffers and the random numbers that come next."""
     inputs, targets = batch()
     torch.manual_seed(3)
     loss = cross_entropy(model(inputs), targets)
@@ -88,7 +89,7 @@ def test_the_reference_gradient_is_the_same() -> None:
 
 
 def blocks(classes: int, image_size: int) -> nn.Module:
-    """For `model = "tests.workloads.test_checkpointing:blocks"`."""
+    """Return a model for `model = "tests.workloads.test_checkpointing:blocks"`."""
     body = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(8)]
     pairs = [nn.Sequential(*body[i : i + 2]) for i in range(0, len(body), 2)]
     stages = nn.ModuleDict({"one": nn.Sequential(*pairs[:2]), "two": nn.Sequential(*pairs[2:])})
@@ -96,7 +97,7 @@ def blocks(classes: int, image_size: int) -> nn.Module:
 
 
 def layers(classes: int, image_size: int) -> nn.Module:
-    """For `model = "tests.workloads.test_checkpointing:layers"`."""
+    """Return a model for `model = "tests.workloads.test_checkpointing:layers"`."""
     body = [layer for _ in range(4) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())]
     return nn.Sequential(nn.Conv2d(3, 8, 1), *body, nn.Flatten(), nn.Linear(8 * image_size**2, classes))
 

@@ -1,4 +1,4 @@
-"""Workloads with a loss of one's own: language models, regressions, several inputs; and mistakes in them."""
+"""Workloads with an own loss: language models, regressions, several inputs; and mistakes in them."""
 
 from __future__ import annotations
 
@@ -152,7 +152,8 @@ def test_a_stopped_training_ends_with_the_same_weights(tmp_path: Path, monkeypat
 
 def test_a_step_in_parts_has_the_gradient_of_the_whole_batch() -> None:
     worker = Worker(sweep(REGRESSION), ClusterSpec(), CONFIGURATION, ALONE)
-    worker.model.eval()  # without dropout, which would draw other numbers
+    # without dropout, which would draw other numbers
+    worker.model.eval()
     assert worker.parts == 2
     batch = next(worker.batches())
     loss = worker.forward_backward(*batch)
@@ -200,7 +201,7 @@ def test_the_language_model_does_not_see_what_it_is_to_guess() -> None:
 
 
 def test_half_a_precision_counts_and_adds_up_in_full() -> None:
-    """A half has 8 or 11 bits: it can neither count 65 × 17 samples nor hold the sum of their losses."""
+    """With 8 or 11 bits, a half can neither count 65 × 17 samples nor hold the sum of their losses."""
     worker = Worker(sweep(REGRESSION | {"precision": "bf16"}), ClusterSpec(), CONFIGURATION, ALONE)
     means: list[Tensor] = []
 
@@ -217,7 +218,7 @@ def test_half_a_precision_counts_and_adds_up_in_full() -> None:
 
 
 def work(rank: int, folder: Path) -> None:
-    """One of two workers: steps with small gradients from both, and a probe of the gradient's noise."""
+    """Run one of two workers: steps with small gradients from both, and a probe of the gradient's noise."""
     torch.set_num_threads(1)
     env = WorkerEnvironment(rank, 2, rank, 0, "1", 0, ("here",), on_slurm=False)
     half = Configuration(nodes=1, workers_per_node=2, local_batch=16)
@@ -227,8 +228,9 @@ def work(rank: int, folder: Path) -> None:
 
 
 def stepped(worker: Worker) -> dict[str, Any]:
-    """What a worker has after some steps."""
-    worker.model.eval()  # without dropout
+    """Return the state of a worker after some steps."""
+    # without dropout
+    worker.model.eval()
     batches = worker.batches()
     for _ in range(3):
         worker.train_step(*next(batches))
@@ -255,7 +257,7 @@ def test_a_loss_of_labels_keeps_their_accuracy() -> None:
     right, among_best = workload.criterion.hits(scores, labels).tolist()
     assert right == int((scores.argmax(1) == labels).sum())
     assert among_best >= right
-    # of a sample whose scores are nan nothing is known
+    # nothing is known about a sample whose scores are NaN
     scores[:, 0] = torch.nan
     assert workload.criterion.hits(scores, labels).tolist() == [0, 0]
 
@@ -294,7 +296,7 @@ def test_a_loss_or_metric_that_is_none(
         build_workload(spec)
     assert raised.value.key == f"workload.{key}"
     assert "\n" not in str(raised.value)
-    # of torch's losses alone
+    # only for losses of torch
     is_mean_of_losses = key == "loss" and "outputs.mean()" in body
     assert ('reduction="none"' in str(raised.value)) == is_mean_of_losses
 
@@ -319,8 +321,8 @@ def test_samples_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert raised.value.key == "workload.dataset"
 
 
-def test_want_of_memory_is_no_mistake_of_the_users() -> None:
-    """It has a type of its own, and remedies."""
+def test_lack_of_memory_is_no_mistake_of_the_users() -> None:
+    """Lack of memory has its own type of error and its own remedies."""
     huge = torch.zeros(1).expand(2**46)
     with pytest.raises(RuntimeError) as raised:
         collate([(huge, 1), (huge, 1)])
@@ -405,7 +407,7 @@ f = lambda c, s: Half(nn.Flatten(), nn.BatchNorm1d(3 * s * s), nn.Linear(3 * s *
 
 
 def unused(rank: int, folder: Path) -> None:
-    """One of two workers with a model of which the loss leaves something out."""
+    """Run one of two workers with a model of which the loss leaves something out."""
     torch.set_num_threads(1)
     env = WorkerEnvironment(rank, 2, rank, 0, "1", 0, ("here",), on_slurm=False)
     spec = sweep(REGRESSION | {"model": f"{OWN}:with_unused"})
@@ -462,7 +464,7 @@ def test_the_kind_of_a_dict_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_model_may_change_its_input_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a resumed training, which throws one pass away."""
+    """A resumed training discards one pass, whose input must not be used again."""
     body = "class Model(nn.Sequential):\n  def forward(self, x):\n    x.sub_(0.5)\n    return super().forward(x)\n"
     write_module(tmp_path, monkeypatch, body + "f = lambda c, s: Model(nn.Flatten(), nn.Linear(s * s * 3, c))")
     run = train(tmp_path / "run", sweep({"model": "mine:f", "samples": 64, "epochs": 1}), monkeypatch)
@@ -501,7 +503,7 @@ workload.metric = "{OWN}:near"
 
 @pytest.fixture(scope="module")
 def known_by_loss(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """A finished run whose training knows no accuracy, and whose loss, as of a density, is below zero."""
+    """A finished run whose training has no accuracy, and a loss that may be below zero, as that of a density."""
     run = make_run(tmp_path_factory.mktemp("loss") / "run")
     result = result_of(run).model_copy(update=dict.fromkeys(ACCURACIES) | {"test_loss": -3.25})
     run.train().result_file.write_text(result.model_dump_json())

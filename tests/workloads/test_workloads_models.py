@@ -1,4 +1,4 @@
-"""Models by name: one of each family, or with TULA_FUZZ all, at sizes from 8 to 224 pixels; they suit small images."""
+"""Models by name at sizes from 8 to 224 pixels: one of each family, or with TULA_FUZZ all; they suit small images."""
 
 from __future__ import annotations
 
@@ -24,41 +24,43 @@ FAMILIES = (
     "mobilenet_v2", "mobilenet_v3_small", "regnet_y_400mf", "resnet18", "shufflenet_v2_x0_5", "squeezenet1_1", "swin_t",
     "vgg11", "vgg11_bn", "vit_b_16",
 )  # fmt: skip
-# windows and patches that leave nothing of few pixels; in other families no layer shrinks what is one pixel wide
+# windows and patches leave nothing of small images; in other families no layer shrinks what is one pixel wide
 WINDOWS = (
     "alexnet", "convnext_tiny", "densenet121", "googlenet", "inception_v3", "squeezenet1_1", "swin_t", "vgg11",
     "vit_b_16",
 )  # fmt: skip
 CLASSES = 7
-MODELS = TORCHVISION_MODELS if TIMES else FAMILIES  # all of a family are built by the same code
+# all models of a family are built by the same code
+MODELS = TORCHVISION_MODELS if TIMES else FAMILIES
 
 
 class MetaParameters(TorchFunctionMode):
-    """Parameters without memory. `torch.device("meta")` would also take regnet's own arithmetic, which needs values."""
+    """A mode for parameters without memory; `torch.device("meta")` would also apply to regnet's own arithmetic."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if args and isinstance(args[0], Tensor) and args[0].is_meta and func.__name__.strip("_") + "_" == func.__name__:
-            return args[0]  # normal_, uniform_ and the like: nothing to initialise, and on meta they are slow
+            # normal_, uniform_ and the like: nothing to initialise, and on meta they are slow
+            return args[0]
         on_meta = {"device": "meta"} if func is torch.empty else {}
         return func(*args, **((kwargs or {}) | on_meta))
 
 
 @functools.cache
 def on_meta(name: str, image_size: int) -> nn.Module:
-    """Never changed by a test: `functional_call` is given other parameters."""
+    """Return a model that no test changes: `functional_call` is given other parameters."""
     with MetaParameters():
         return build_model(WorkloadSpec(model=name), CLASSES, image_size)
 
 
 def scaled(inputs: Tensor, _mean: object, _variance: object, weight: Tensor, bias: Tensor, *_: object) -> Tensor:
-    """In place of a normalization, which torch computes on meta in two dozen steps: of its shape and its parameters."""
+    """Replace a normalization, which takes torch two dozen steps on meta, with the same shape and parameters."""
     return inputs * (weight + bias)[:, None, None]
 
 
 def meta_forward(model: nn.Module, image_size: int, *, graph: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
-    """Scores for two images and the parameters that they came from."""
+    """Return the scores for two images and the parameters that they come from."""
     parameters = {name: torch.empty_like(p, device="meta", requires_grad=graph) for name, p in model.named_parameters()}
     buffers = {name: torch.empty_like(b, device="meta") for name, b in model.named_buffers()}
     images = torch.empty(2, 3, image_size, image_size, device="meta")
@@ -68,7 +70,7 @@ def meta_forward(model: nn.Module, image_size: int, *, graph: bool = False) -> t
 
 
 def reached_by_backward(scores: Tensor) -> set[int]:
-    """Which tensors, by `id`, a backward pass would give a gradient to; from the graph alone: the pass takes long."""
+    """Return the ids of tensors that a backward pass would give a gradient to, by the graph, as the pass takes long."""
     reached: set[int] = set()
     ahead: list[Any] = [scores.grad_fn]
     seen = set(ahead)
@@ -159,7 +161,8 @@ def test_signals_and_gradients_are_of_a_size_that_trains(name: str) -> None:
 
 def test_weights_follow_from_the_seed_alone() -> None:
     def weights(seed: int) -> Tensor:
-        torch.rand(seed + 3)  # whatever was drawn before
+        # whatever was drawn before
+        torch.rand(seed + 3)
         return torch.cat([p.flatten() for p in build_model(WorkloadSpec(model="vgg11", seed=seed), 3, 8).parameters()])
 
     assert torch.equal(weights(1), weights(1))

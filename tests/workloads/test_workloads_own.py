@@ -1,4 +1,4 @@
-"""Bring your own model and data: the example works, and every departure from the protocol is told in one line."""
+"""Own models and data: the example works, and every departure from the protocol is one line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODEL, DATASET = "own_workload:perceptron", "own_workload:stripes"
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The working directory counts although, as in a fresh process, Python's path does not hold it."""
+    """Search the working directory for modules although it is not on Python's path, as in a fresh process."""
     monkeypatch.chdir(EXAMPLES)
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder not in ("", str(EXAMPLES))])
 
@@ -71,7 +71,7 @@ good = Data([item] * 4)
 def write_module(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
     (folder / "mine.py").write_text(HEAD + body)
     monkeypatch.chdir(folder)
-    # another test's folder comes off the path again
+    # another test's folder is removed from the path
     monkeypatch.setattr(sys, "path", [*sys.path])
     sys.modules.pop("mine", None)
 
@@ -102,7 +102,7 @@ def write_module(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> No
 )
 def test_a_model_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, expected: str) -> None:
     write_module(tmp_path, monkeypatch, body)
-    # past the configuration's own check, which reads the source: what is tested here happens on the nodes
+    # skips the configuration's check, which reads the source, because this test is of what happens on the nodes
     spec = WorkloadSpec.model_construct(**{**WorkloadSpec().model_dump(), "model": "mine:f"})
     with pytest.raises(InputError, match=expected) as raised:
         build_workload(spec)
