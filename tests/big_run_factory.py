@@ -10,9 +10,11 @@ from pathlib import Path
 from tests.run_factory import MEMORY_LIMIT, STARTED_AT, configurations, make_run, measurement, peak_bytes
 from tula_hpc.records import Configuration, EpochMetrics, Event, Measurement, RunDirectory, StepMetrics, parse_record
 
-DRAWN = 200  # distinct lines, drawn at random; further lines repeat them
+# distinct lines, drawn at random; further lines repeat them
+DRAWN = 200
 SAMPLES = ("step", "data", "compute", "optimizer", "update", "allreduce", "forward")
-ROUNDS = 40  # samples of each kind in a measurement
+# samples of each kind in a measurement
+ROUNDS = 40
 
 
 def add_measurements(run: RunDirectory, count: int, of: Sequence[Configuration] = ()) -> None:

@@ -26,7 +26,8 @@ settings.load_profile("busy machines")
 
 # folders whose tests start jobs, the slowest first; each of the first two starts a test cluster of its own
 JOBS = ("tests/slurm/faults/", "tests/slurm/", "tests/local/", "tests/attach/")
-LONGEST = JOBS[:2]  # run one after another, the tests of these folders decide how long the whole run takes
+# run one after another, the tests of these folders decide how long the whole run takes
+LONGEST = JOBS[:2]
 # Tests that fork processes. Forking is quick as long as torch has no threads: see `forked.context_of_workers`.
 FORKING = (
     "tests/ddp/test_equal_collectives.py",
@@ -36,7 +37,8 @@ FORKING = (
     "tests/records/test_identity.py",
     "tests/workloads/test_own_loss.py",
 )
-LESS_URGENT = 5  # niceness (at most 19) that leaves a process a third of the usual share of a processor
+# niceness (at most 19) that leaves a process a third of the usual share of a processor
+LESS_URGENT = 5
 WAIT_FOR_DISK = os.fsync
 
 

@@ -95,5 +95,6 @@ def differentiates_in_threads() -> bool:
 
 def _over_loopback(work: Callable[[int, Path], None], rank: int, folder: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    gc.freeze()  # spare the garbage collector the objects of the test process
+    # spare the garbage collector the objects of the test process
+    gc.freeze()
     work(rank, folder)

@@ -61,7 +61,8 @@ def _spoiled(kind: type[BaseModel], text: str, words: str) -> tuple[str, int]:
     for place in list(_places(json.loads(text))):
         document = json.loads(text)
         if place[-1:] == ("partition",):
-            continue  # readers refuse a partition that the cluster does not have
+            # readers refuse a partition that the cluster does not have
+            continue
         if isinstance(_at(document, place), str):
             changed = json.dumps(_changed(document, place, words))
             try:

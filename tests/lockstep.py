@@ -37,7 +37,8 @@ from tests.forked import context_of_workers
 from tula_hpc.ddp import process_group as worker_module
 from tula_hpc.env import WorkerEnvironment
 
-PATIENCE_S = 120.0  # limit for a rank that neither calls a collective nor ends
+# limit for a rank that neither calls a collective nor ends
+PATIENCE_S = 120.0
 BACKEND = "lockstep"
 Array = npt.NDArray[Any]
 
@@ -46,9 +47,12 @@ class Request(NamedTuple):
     """A collective that a rank calls; must be equal on all ranks."""
 
     operation: str
-    tensors: tuple[tuple[tuple[int, ...], str], ...]  # shape and dtype of each tensor
-    kind: str = ""  # SUM, MAX, MIN or AVG for a reduction
-    root: int = -1  # sending rank of a broadcast
+    # shape and dtype of each tensor
+    tensors: tuple[tuple[tuple[int, ...], str], ...]
+    # SUM, MAX, MIN or AVG for a reduction
+    kind: str = ""
+    # sending rank of a broadcast
+    root: int = -1
 
 
 class Asked(NamedTuple):
@@ -56,7 +60,8 @@ class Asked(NamedTuple):
 
     request: Request
     arrays: list[Array]
-    lines: str  # lines of code that led to the request
+    # lines of code that led to the request
+    lines: str
 
 
 class Ended(NamedTuple):
@@ -198,8 +203,10 @@ def ranks_of(world_size: int) -> list[Rank]:
 class Outcome(NamedTuple):
     """What the ranks did."""
 
-    requests: list[Request]  # collectives that all ranks called, in order
-    ends: list[Ended]  # end of each rank that was run
+    # collectives that all ranks called, in order
+    requests: list[Request]
+    # end of each rank that was run
+    ends: list[Ended]
 
     @property
     def results(self) -> list[object]:

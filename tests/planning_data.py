@@ -91,7 +91,8 @@ def grid(sizes: Iterable[int] = (1, 2, 4), batches: Iterable[int] = (32, 64, 128
 
 
 def sweep(objective: str = "knee", workload: dict[str, Any] | None = None, **search: Any) -> SweepSpec:
-    bounds = {"mode": "partial"} | search  # with this mode, a plan from the corners of the grid is complete
+    # with this mode, a plan from the corners of the grid is complete
+    bounds = {"mode": "partial"} | search
     tables = {"name": "test", "objective": {"kind": objective}, "search": bounds, "workload": workload or {"epochs": 5}}
     return SweepSpec.model_validate(tables)
 

@@ -15,7 +15,8 @@ from tula_hpc.records import EpochMetrics, RunDirectory, StepMetrics, TrainResul
 SWEEP: dict[str, object] = {
     "name": "made-up",
     "workload": {"dataset": "digits", "epochs": 20},
-    "training": {"gate": "paper"},  # δ has an effect only with this gate
+    # δ has an effect only with this gate
+    "training": {"gate": "paper"},
     "study": {
         "methods": ["lbt", "lrs", "lars", "ags"],
         "batches": [256, 512, 1024],

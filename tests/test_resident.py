@@ -71,7 +71,8 @@ def test_a_process_that_ends_while_it_is_looked_at_is_the_last_of_its_line(
 
 
 BLOCK = 8 * MIB
-DEFAULT = 128 * 1024  # glibc's initial thresholds, in bytes
+# glibc's initial thresholds, in bytes
+DEFAULT = 128 * 1024
 
 
 def churn(*, keep: bool) -> tuple[int, int]:
@@ -80,7 +81,8 @@ def churn(*, keep: bool) -> tuple[int, int]:
     libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
     libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
 
-    def step() -> None:  # allocates and frees memory as a training step does with gradients
+    # allocates and frees memory as a training step does with gradients
+    def step() -> None:
         blocks = [libc.malloc(BLOCK) for _ in range(6)]
         for block in blocks:
             libc.memset(block, 1, BLOCK)

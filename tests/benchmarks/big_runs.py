@@ -76,7 +76,8 @@ def main(arguments: Sequence[str]) -> int:
         "runs": {name: of_run(kind) for name, kind in RUNS.items()},
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "load_average": os.getloadavg()[0],  # shows whether other work ran at the same time
+        # shows whether other work ran at the same time
+        "load_average": os.getloadavg()[0],
     }
     Path(output).write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))

@@ -38,7 +38,8 @@ MODELS = ("resnet18", "resnet50", "vgg11")
 DAY_S = 86_400.0
 WAYS = ("none", "blocking", "overlapped")
 RESAMPLES = 2000
-LONGER = 2.0  # a measured stretch of steps takes this many times as long as a write
+# a measured stretch of steps takes this many times as long as a write
+LONGER = 2.0
 
 Round = dict[str, float]
 
@@ -111,7 +112,8 @@ def measure(bench: Bench, rounds: int) -> dict[str, Any]:
     bench.stretch("none", 3)
     write_s = min(_seconds(lambda: bench.stretch("blocking", 0)) for _ in range(3))
     steps = bench.steps_for(LONGER * write_s)
-    for way in WAYS:  # warm up: create buffers and files
+    # warm up: create buffers and files
+    for way in WAYS:
         bench.stretch(way, steps)
     bench.stalls.clear()
     order, generator, seen = list(WAYS), random.Random(0), list[Round]()

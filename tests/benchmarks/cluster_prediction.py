@@ -278,7 +278,8 @@ def of_rounds(rounds: Sequence[Searched], truth: dict[Configuration, float], for
     return {"median": median(found), "rounds": found}
 
 
-Rounds = dict[tuple[str, str], list[Searched]]  # by workload and search
+# by workload and search
+Rounds = dict[tuple[str, str], list[Searched]]
 
 
 def all_profiled(data: Path, work: Path, names: Sequence[str]) -> Rounds:

@@ -22,27 +22,35 @@ from tula_hpc.batches import Batch
 from tula_hpc.gradients.norms import foreach_norms, sum_of_squares
 from tula_hpc.gradients.reference_gradient import average_over_workers, flat_kind, flatten, traceless_loss, unflatten
 
-TOLERANCE = 0.02  # residual over the eigenvalue's magnitude at which the iteration ends
+# residual over the eigenvalue's magnitude at which the iteration ends
+TOLERANCE = 0.02
 MAX_ITERATIONS = 100
 
-Product = Callable[[Tensor], Tensor]  # v to H·v, both (n,)
+# v to H·v, both (n,)
+Product = Callable[[Tensor], Tensor]
 
 
 class Eigenvalue(NamedTuple):
     """An eigenvalue of the Hessian; NaN where a product was not finite."""
 
     value: float
-    residual: float  # ‖H·v − λ·v‖: an eigenvalue lies at most this far from the value
-    iterations: int  # number of Hessian-vector products
+    # ‖H·v − λ·v‖: an eigenvalue lies at most this far from the value
+    residual: float
+    # number of Hessian-vector products
+    iterations: int
 
 
 class Curvature(NamedTuple):
     """Curvature of the loss on one batch at the current weights."""
 
-    dominant: Eigenvalue  # largest in magnitude
-    largest: Eigenvalue  # algebraically largest: the dominant one, unless that is negative
-    gradient_norm: float  # ‖g‖ on the same batch
-    direction: Tensor  # (n,), unit eigenvector of the dominant eigenvalue; a later measurement may start from it
+    # largest in magnitude
+    dominant: Eigenvalue
+    # algebraically largest: the dominant one, unless that is negative
+    largest: Eigenvalue
+    # ‖g‖ on the same batch
+    gradient_norm: float
+    # (n,), unit eigenvector of the dominant eigenvalue; a later measurement may start from it
+    direction: Tensor
 
 
 class LocalHessian:
@@ -88,10 +96,12 @@ class LocalHessian:
         """
         parts = unflatten(vector, self.parameters)
         pairs = [(g, v) for g, v in zip(self._gradients, parts, strict=True) if g is not None and g.requires_grad]
-        if not pairs:  # the loss is linear in every parameter
+        # the loss is linear in every parameter
+        if not pairs:
             return [None] * len(self.parameters)
         gradients, vectors = zip(*pairs, strict=True)
-        with sdpa_kernel(SDPBackend.MATH):  # checkpointed activations are recomputed with the kernels of the first pass
+        # checkpointed activations are recomputed with the kernels of the first pass
+        with sdpa_kernel(SDPBackend.MATH):
             return torch.autograd.grad(gradients, self.parameters, vectors, retain_graph=True, allow_unused=True)
 
 
@@ -136,7 +146,8 @@ def measure_curvature(
         find = partial(power_iteration, start=first, tolerance=tolerance, max_iterations=max_iterations, group=group)
         dominant, direction = find(product)
         largest = dominant
-        if dominant.value < 0:  # H − λ·1 has no negative eigenvalue: its dominant one is its largest
+        # H − λ·1 has no negative eigenvalue: its dominant one is its largest
+        if dominant.value < 0:
             shifted, _ = find(lambda vector: product(vector) - dominant.value * vector)
             largest = shifted._replace(value=shifted.value + dominant.value)
     return Curvature(dominant, largest, float(norm), direction)

@@ -45,15 +45,18 @@ BATCHES, SEEDS = (32, 256), (0, 1, 2)
 EPOCHS, RATE, MOMENTUM, DECAY = 15, 0.05, 0.9, 5e-4
 DROP_AT, DROP = 0.6, 0.1
 POINTS, CURVATURE_SAMPLES, TOLERANCE = 15, 192, 0.05
-FOLLOWS = 0.52  # at 15 points, |ρ| above this happens by chance once in twenty
+# at 15 points, |ρ| above this happens by chance once in twenty
+FOLLOWS = 0.52
 
 
 class Images(NamedTuple):
     """A training set in memory."""
 
     name: str
-    inputs: Tensor  # (n, 3, PIXELS, PIXELS)
-    targets: Tensor  # (n,)
+    # (n, 3, PIXELS, PIXELS)
+    inputs: Tensor
+    # (n,)
+    targets: Tensor
     classes: int
 
 
@@ -64,10 +67,14 @@ class Point(NamedTuple):
     lr: float
     eigenvalue: float
     residual: float
-    fixed_norm: float  # norm of the gradient on the fixed samples
-    batch_norm: float  # norm of the batch's gradient, median over the steps
-    variability: float  # median of Δ(G) over the steps
-    loss: float  # mean over the steps
+    # norm of the gradient on the fixed samples
+    fixed_norm: float
+    # norm of the batch's gradient, median over the steps
+    batch_norm: float
+    # median of Δ(G) over the steps
+    variability: float
+    # mean over the steps
+    loss: float
 
 
 def load_images(folder: Path) -> Images:

@@ -64,7 +64,8 @@ def round_of(model: str, batch: int) -> Row:
     started = time.process_time()
     profile = measure(sweep, ClusterSpec(), configuration, ALONE)
     profile_s = time.process_time() - started
-    assert profile.times is not None  # its status is "ok"
+    # its status is "ok"
+    assert profile.times is not None
     times = profile.times
     forward_s, evaluation_s = times.forward_time_s or 0.0, evaluation_time_s(sweep, configuration)
     former = profile.model_copy(update={"times": times.model_copy(update={"forward_time_s": None})})

@@ -56,17 +56,22 @@ from tula_hpc.records import Configuration, Measurement, read_records, with_rank
 from tula_hpc.workloads.footprint import estimate_footprint
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = {"cpu": 600.0, "cuda": 180.0}  # for one check, which on an H100 takes at most a fifth of this
+# for one check, which on an H100 takes at most a fifth of this
+TIMEOUT_S = {"cpu": 600.0, "cuda": 180.0}
 COMPACT = "tula_hpc.workloads.small_cnns:compact_cnn"
 IMAGES = "tests.benchmarks.gpu_checks:images"
 STEEP = "tests.benchmarks.gpu_checks:steep_loss"
 GROUPS, STEPS = 10, 12
 MIB = 1024**2
-ALLOWED_BYTES = 768 * MIB  # memory limit in the check that has to exceed it
-TOO_LARGE = 4096  # batch of images of 64 × 64 pixels, whose first activations alone exceed that limit
-PROFILE_ERROR = 0.10  # largest relative difference between a profile's step time and that of free steps
+# memory limit in the check that has to exceed it
+ALLOWED_BYTES = 768 * MIB
+# batch of images of 64 × 64 pixels, whose first activations alone exceed that limit
+TOO_LARGE = 4096
+# largest relative difference between a profile's step time and that of free steps
+PROFILE_ERROR = 0.10
 FREE_STEPS, FREE_RUNS = 100, 6
-PAIR_ERROR = 1e-2  # norm of the difference from the CPU over the CPU's norm; rounding grows from step to step
+# norm of the difference from the CPU over the CPU's norm; rounding grows from step to step
+PAIR_ERROR = 1e-2
 
 # intended device synchronizations of one step, by method and precision; other forms have none
 MEANT = {

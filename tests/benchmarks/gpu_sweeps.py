@@ -45,7 +45,8 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "attach" / "scripts"
 COMMAND_S = 240
 PATIENCE_S = 120
-STOP_AT = 20  # steps
+# steps
+STOP_AT = 20
 
 
 class Case(NamedTuple):

@@ -46,7 +46,8 @@ from tula_hpc.data.loader import KeyedItems, make_train_loader
 from tula_hpc.workloads.small_cnns import compact_cnn
 
 WAYS = ("floats", "loader", "trainer")
-READY = 3  # untimed batches, more than one loader process prepares ahead
+# untimed batches, more than one loader process prepares ahead
+READY = 3
 TIMED = 8
 
 

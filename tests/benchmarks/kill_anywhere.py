@@ -41,11 +41,16 @@ from tula_hpc.sweep import main as sweep_command
 ROOT = Path(__file__).resolve().parents[2]
 SEED = 5
 KILLS = 25
-KILLS_OF_A_SWEEP = 4  # then the sweep is left alone
-CONTROLLER_KILLS = 3  # for each detached sweep
-LATEST_S = (2.5, 5.0, 25.0)  # latest moments of a kill after the command's start, one of them drawn for each kill
-SUBMISSION_S = 0.5  # or after a submission began: time for its folder, its pickles, sbatch, its events
-CONTROLLER_S = 8.0  # about how long a controller job lives
+# then the sweep is left alone
+KILLS_OF_A_SWEEP = 4
+# for each detached sweep
+CONTROLLER_KILLS = 3
+# latest moments of a kill after the command's start, one of them drawn for each kill
+LATEST_S = (2.5, 5.0, 25.0)
+# or after a submission began: time for its folder, its pickles, sbatch, its events
+SUBMISSION_S = 0.5
+# about how long a controller job lives
+CONTROLLER_S = 8.0
 PATIENCE_S = 400.0
 CONFIGURATIONS = 8
 SWEEP = """

@@ -30,7 +30,8 @@ from tula_hpc.records import Footprint, MemoryUse
 from tula_hpc.stages.batches_that_fit import estimate
 
 RESULTS = Path(__file__).parent / "results"
-STEPS = 3  # measured steps, after two that warm up
+# measured steps, after two that warm up
+STEPS = 3
 
 
 class Case(NamedTuple):

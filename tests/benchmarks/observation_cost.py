@@ -31,7 +31,8 @@ from tula_hpc.records import Configuration
 
 RESULT = Path(__file__).parent / "results" / "observation_cost.json"
 WORKERS = 2
-MODELS = {"tula_hpc.workloads.small_cnns:compact_cnn": (16, 64, 400), "vgg11": (32, 32, 40)}  # edge, local batch, pairs
+# edge, local batch, pairs
+MODELS = {"tula_hpc.workloads.small_cnns:compact_cnn": (16, 64, 400), "vgg11": (32, 32, 40)}
 
 
 def new_worker(rank: int, model: str, *, observe: bool) -> Worker:
@@ -53,7 +54,8 @@ def compare(rank: int, model: str) -> dict[str, Any]:
     for index in range(pairs + 3):
         for kind in (0, 1) if index % 2 else (1, 0):
             batch = next(batches[kind])
-            workers[kind].seed(index)  # the same dropout in both
+            # the same dropout in both
+            workers[kind].seed(index)
             dist.barrier()
             started = time.perf_counter()
             workers[kind].train_step(*batch)

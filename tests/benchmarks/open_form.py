@@ -25,8 +25,10 @@ from tula_hpc.config import ClusterSpec, SweepSpec, batches_timed_apart
 from tula_hpc.records import Configuration, Measurement
 
 SAMPLES = 10**6
-HIDDEN = 0.2  # share of the computation that the all-reduce overlaps with
-LAWS: dict[str, Callable[[int, int], float]] = {  # time of an all-reduce by nodes and workers, in units of its length
+# share of the computation that the all-reduce overlaps with
+HIDDEN = 0.2
+# time of an all-reduce by nodes and workers, in units of its length
+LAWS: dict[str, Callable[[int, int], float]] = {
     "parameter_server": lambda nodes, workers: float(nodes),
     "ring": lambda nodes, workers: 4.0 * (1.0 - 1.0 / workers),
     "double_tree": lambda nodes, workers: 4.0,

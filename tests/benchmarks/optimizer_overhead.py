@@ -35,7 +35,8 @@ from torch.optim import SGD, Optimizer
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.optim.wrapper import STATE_KEY
 
-IMAGE_SIZES = {"resnet50": 224, "vgg11": 32, "alexnet": 224, "mobilenet_v3_small": 224}  # pixels, as in the paper
+# pixels, as in the paper
+IMAGE_SIZES = {"resnet50": 224, "vgg11": 32, "alexnet": 224, "mobilenet_v3_small": 224}
 FORMS: dict[str, dict[str, Any]] = {
     "element": {"granularity": "element"},
     "tensor": {"granularity": "tensor"},
@@ -43,15 +44,18 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 SMALL, LARGE = 32, 1024
 RESAMPLES = 2000
-FEW = 2  # samples of the backward pass after which the optimizer is timed alone
-LEAST = 3  # least number of rounds, however long they take
+# samples of the backward pass after which the optimizer is timed alone
+FEW = 2
+# least number of rounds, however long they take
+LEAST = 3
 
 
 class Seconds(NamedTuple):
     """Time of one step."""
 
     wall: float
-    processor: float  # processor time of this process, over all processors
+    # processor time of this process, over all processors
+    processor: float
 
 
 CLOCKS = Seconds._fields

@@ -83,7 +83,8 @@ def process_seconds(command: Sequence[str], repeats: int = 5) -> dict[str, float
         subprocess.run(command, check=True, capture_output=True, cwd=Path(__file__).parents[2])
         elapsed.append(time.perf_counter() - started)
         after = os.times()
-        used.append(sum(after[2:4]) - sum(before[2:4]))  # user and system time of children
+        # user and system time of children
+        used.append(sum(after[2:4]) - sum(before[2:4]))
     return {"elapsed_s": min(elapsed), "processor_s": min(used)}
 
 
@@ -95,7 +96,8 @@ def main(output: str) -> int:
         "command": commanding(),
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "load_average": os.getloadavg()[0],  # shows whether other work ran at the same time
+        # shows whether other work ran at the same time
+        "load_average": os.getloadavg()[0],
     }
     Path(output).write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))

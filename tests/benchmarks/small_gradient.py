@@ -54,9 +54,11 @@ Array = NDArray[np.float64]
 RESULT = Path(__file__).parent / "results" / "small_gradient.json"
 GLOBAL_BATCH, SMALL_BATCH = 256, 32
 IMAGES = 2048
-STOPS = (10, 200)  # steps of training, after which draws are taken
+# steps of training, after which draws are taken
+STOPS = (10, 200)
 DRAWS, AVERAGED = 200, 10
-PAIRS = 60  # rounds of timed steps
+# rounds of timed steps
+PAIRS = 60
 loss = nn.CrossEntropyLoss()
 
 
@@ -310,7 +312,8 @@ def work(rank: int, folder: Path, workers: int) -> None:
     found["cost"] = costs(bench)
     if rank == 0:
         (folder / "found.json").write_text(json.dumps(found))
-    del bench  # DDP has to be freed before the process group is destroyed
+    # DDP has to be freed before the process group is destroyed
+    del bench
     dist.destroy_process_group()
 
 
@@ -333,7 +336,8 @@ def main() -> None:
         for state in found["states"]:
             for name, of in islice(state["model"].items(), 5):
                 print(f"  {state['steps']:4} steps, whole model, {name:8} {of}")
-    results["load_average"] = os.getloadavg()[1]  # over five minutes: other work makes the costs uncertain
+    # over five minutes: other work makes the costs uncertain
+    results["load_average"] = os.getloadavg()[1]
     out.write_text(json.dumps(results, indent=1) + "\n")
 
 

@@ -22,7 +22,8 @@ class Table(NamedTuple):
     per_node: Array
     local_batch: Array
     step_s: Array
-    compute_s: Array  # step time of one GPU at that local batch; NaN where it was not measured
+    # step time of one GPU at that local batch; NaN where it was not measured
+    compute_s: Array
 
     def only(self, rows: NDArray[np.bool_]) -> Table:
         """Return some of the rows."""

@@ -132,7 +132,8 @@ def test_a_product_is_that_with_the_exact_matrix() -> None:
     model = with_batchnorm()
     vector = start_vector(list(model.parameters()), seed=1)
     hessian = LocalHessian(model, cross_entropy, *batch(16), list(model.parameters()))
-    for _ in range(2):  # the graph can be used again
+    # the graph can be used again
+    for _ in range(2):
         product = torch.cat([part.flatten() for part in hessian.product(vector) if part is not None])
         torch.testing.assert_close(product, exact_hessian(model, *batch(16)) @ vector)
 
@@ -199,15 +200,18 @@ def test_frozen_parameters_are_left_out_and_unused_ones_do_no_harm() -> None:
     model.get_submodule("0").requires_grad_(False)
     model.register_parameter("unused", nn.Parameter(torch.ones(3, dtype=torch.float64)))
     found = curvature_of(model, tolerance=1e-6, max_iterations=1000)
-    block = exact_hessian(network(), *batch(16))[30:, 30:]  # behind the frozen layer
+    # behind the frozen layer
+    block = exact_hessian(network(), *batch(16))[30:, 30:]
     assert found.dominant.value == pytest.approx(float(torch.linalg.eigvalsh(block)[-1]), rel=1e-4)
     assert len(found.direction) == 3 + len(block)
-    assert float(found.direction[:3].norm()) == pytest.approx(0, abs=1e-6)  # the unused one comes first
+    # the unused one comes first
+    assert float(found.direction[:3].norm()) == pytest.approx(0, abs=1e-6)
 
 
 def test_attention_has_a_second_derivative() -> None:
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)  # dropout would exclude fused kernels
+    # dropout would exclude fused kernels
+    layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
     inputs = torch.randn(2, 3, 8)
     hessian = LocalHessian(layer, lambda out, _: out.square().mean(), inputs, torch.zeros(2), list(layer.parameters()))
     assert measure_curvature(hessian, max_iterations=3).dominant.iterations == 3

@@ -20,10 +20,12 @@ class Trace(NamedTuple):
     """Columns of equal length."""
 
     nodes: Array
-    workers: Array  # over all nodes
+    # over all nodes
+    workers: Array
     local_batch: Array
     step_s: Array
-    sync_s: Array  # part of step_s in which the computation waited for the all-reduce
+    # part of step_s in which the computation waited for the all-reduce
+    sync_s: Array
 
     @property
     def per_node(self) -> Array:

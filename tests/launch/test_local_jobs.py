@@ -146,7 +146,8 @@ def test_what_a_killed_command_has_started_is_found_and_the_rest_never_begins(tm
     commands = {at: Command(tmp_path / at.__name__) for at in expected}
     for at, command in commands.items():
         kill(at, partial(command.submit, "01"))
-        command.wait_until_begun(len(expected[at]))  # jobs that are refused before never begin, which is also correct
+        # jobs that are refused before never begin, which is also correct
+        command.wait_until_begun(len(expected[at]))
         command.launcher.find_lost()
         assert command.labels() == list(expected[at])
         command.submit(sorted({"0", "1"} - set(expected[at])))

@@ -63,7 +63,8 @@ class Question(NamedTuple):
     command: str
     ask: Callable[[Path], object]
     answer: object
-    without: object = None  # result without an answer; None: an error
+    # result without an answer; None: an error
+    without: object = None
 
 
 def ask_runs(_: Path) -> object:

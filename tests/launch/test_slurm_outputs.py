@@ -46,7 +46,8 @@ STATES_NOT_OVER = (
     *("SPECIAL_EXIT", "STAGE_OUT", "STOPPED", "SUSPENDED", "UPDATE_DB", "SOMETHING_NEW", "?"),
 )
 
-Answers = Mapping[str, str | None]  # output of each command; None: it fails
+# output of each command; None: it fails
+Answers = Mapping[str, str | None]
 
 
 def _later(line: str, fields: str) -> str:

@@ -22,7 +22,8 @@ from tula_hpc.stages.context import Sweep
 from tula_hpc.stages.train_many import Trainings
 
 SPEC = SweepSpec.model_validate({"name": "s", "training": {"max_requeues": 4}})
-Fate = Callable[[str, int], Failure | None]  # failure of a label's n-th job; None: the job finishes
+# failure of a label's n-th job; None: the job finishes
+Fate = Callable[[str, int], Failure | None]
 
 
 class Scheduler:
