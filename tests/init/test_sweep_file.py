@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.init.test_init import Made, commands, put_site
+from tests.init.test_init import MadePartition, commands, put_site
 from tula_hpc.config import ClusterSpec, check_together, load_sweep, load_together
 from tula_hpc.errors import InputError
 from tula_hpc.init.__main__ import main
@@ -268,7 +268,7 @@ NOTHING = "batch_size = 64\nmodel = build()\n"
 def test_a_script_of_any_style_gets_its_batch(
     commands: Path, tmp_path: Path, text: str, arguments: str, values: dict[str, int]
 ) -> None:
-    put_site(commands, [Made("gpu", nodes=6, gres="gpu:2")])
+    put_site(commands, [MadePartition("gpu", nodes=6, gres="gpu:2")])
     (tmp_path / "train.py").write_text(text)
     assert main([str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "train.py")]) == 0
     sweep_file = tmp_path / "train.toml"
@@ -283,7 +283,7 @@ def test_a_script_of_any_style_gets_its_batch(
 
 
 def test_arguments_of_a_run_that_a_file_lacks_are_added_and_no_more_required(commands: Path, tmp_path: Path) -> None:
-    put_site(commands, [Made("cpu")])
+    put_site(commands, [MadePartition("cpu")])
     (tmp_path / "train.py").write_text(ARGPARSE)
     assert main([str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "train.py")]) == 0
     text = (tmp_path / "train.toml").read_text()
@@ -305,7 +305,7 @@ def test_arguments_of_a_run_that_a_file_lacks_are_added_and_no_more_required(com
 def test_passes_that_a_script_divides_among_its_workers_are_in_the_batch_of_a_step(
     commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    put_site(commands, [Made("gpu", nodes=6, gres="gpu:2")])
+    put_site(commands, [MadePartition("gpu", nodes=6, gres="gpu:2")])
     (tmp_path / "train.py").write_text(CONFIGURATOR)
     assert main([str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "train.py")]) == 0
     text = (tmp_path / "train.toml").read_text()
@@ -343,7 +343,7 @@ def test_the_batch_of_a_step_of_several_passes_is_filled_in_and_nothing_else_is_
 def test_a_batch_that_the_source_does_not_tell_is_unknown_until_a_step_was_seen(
     commands: Path, tmp_path: Path, text: str
 ) -> None:
-    put_site(commands, [Made("gpu", nodes=6, gres="gpu:4")])
+    put_site(commands, [MadePartition("gpu", nodes=6, gres="gpu:4")])
     (tmp_path / "train.py").write_text(text)
     assert main([str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "train.py")]) == 0
     written = (tmp_path / "train.toml").read_text()
@@ -369,7 +369,7 @@ def test_a_batch_that_the_source_does_not_tell_is_unknown_until_a_step_was_seen(
 def test_bounds_that_are_not_the_users_own_fit_what_was_seen(
     commands: Path, tmp_path: Path, known: dict[str, int], bounds: dict[str, int]
 ) -> None:
-    put_site(commands, [Made("gpu", nodes=6, gres="gpu:4")])
+    put_site(commands, [MadePartition("gpu", nodes=6, gres="gpu:4")])
     (tmp_path / "train.py").write_text(NOTHING)
     assert main([str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "train.py")]) == 0
     filled, _ = fill_in((tmp_path / "train.toml").read_text(), known)
@@ -385,7 +385,7 @@ def test_bounds_that_are_not_the_users_own_fit_what_was_seen(
 def test_a_script_of_that_name_in_the_working_directory_is_not_taken(
     commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    put_site(commands, [Made("cpu")])
+    put_site(commands, [MadePartition("cpu")])
     (tmp_path / "conf").mkdir()
     for folder in (tmp_path, tmp_path / "conf"):
         (folder / "train.py").write_text(ARGPARSE)
@@ -400,7 +400,7 @@ def test_a_script_of_that_name_in_the_working_directory_is_not_taken(
 
 def test_sizes_and_the_rates_batch_are_those_of_partitions_and_of_the_script(commands: Path, tmp_path: Path) -> None:
     """The script takes six passes a step, where a sweep takes four."""
-    put_site(commands, [Made("cpu")])
+    put_site(commands, [MadePartition("cpu")])
     (tmp_path / "train.py").write_text(CLICK)
     parts = "".join(f'[[partitions]]\npartition = "{name}"\nmax_nodes = 2\nworkers_per_node = 3\n' for name in "ab")
     (tmp_path / "cluster.toml").write_text(f'name = "mine"\nexecutor = "slurm"\n{parts}')
@@ -414,7 +414,7 @@ def test_an_option_that_resumes_without_a_value_is_given_none(commands: Path, tm
     # mmengine
     declared = 'p.add_argument("--resume", nargs="?", type=str, const="auto")'
     (tmp_path / "train.py").write_text(f"{STEPS}{declared}\ntorch.save(state, path)\n")
-    put_site(commands, [Made("cpu")])
+    put_site(commands, [MadePartition("cpu")])
     assert main([str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "train.py")]) == 0
     assert '\nresume_arguments = ["--resume"] ' in (tmp_path / "train.toml").read_text()
 
@@ -422,7 +422,7 @@ def test_an_option_that_resumes_without_a_value_is_given_none(commands: Path, tm
 def test_what_the_source_does_not_say_is_unknown_and_asked_for(
     commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    put_site(commands, [Made("cpu")])
+    put_site(commands, [MadePartition("cpu")])
     (tmp_path / "train.py").write_text(ARGPARSE)
     files = [str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "train.py")]
     monkeypatch.chdir(tmp_path)
@@ -533,7 +533,7 @@ def next_lines(tmp_path: Path, script: str, capsys: pytest.CaptureFixture[str]) 
 def test_the_next_command_has_what_the_script_requires(
     commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
 ) -> None:
-    put_site(commands, [Made("cpu")])
+    put_site(commands, [MadePartition("cpu")])
     script = tmp_path / "train.py"
     script.write_text(text)
     assert next_lines(tmp_path, str(script), capsys) == [str(script), *words.split()[1:]]
@@ -547,7 +547,7 @@ def test_the_next_command_has_what_the_script_requires(
 def test_a_script_that_imports_from_its_package_is_run_as_a_module(
     commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    put_site(commands, [Made("cpu")])
+    put_site(commands, [MadePartition("cpu")])
     for package in (tmp_path / "src" / "mine", tmp_path / "src" / "plain"):
         package.mkdir(parents=True)
         (package / "train.py").write_text(f"from .nets import net\n{STEPS}")
