@@ -168,7 +168,7 @@ PLAIN_LOSS = 0.02
 Mark = Literal["best", "worst", ""]
 
 
-class Spread(NamedTuple):
+class SeedMean(NamedTuple):
     """Accuracy over seeds, as a share of 1."""
 
     mean: float
@@ -183,8 +183,8 @@ class Entry(NamedTuple):
     column: str
     batch: int
     # accuracies of the runs that finished; None if none did
-    test: Spread | None
-    train: Spread | None
+    test: SeedMean | None
+    train: SeedMean | None
     diverged: int
     failed: int
     missing: int
@@ -240,12 +240,12 @@ class StudyTable(NamedTuple):
         return sum(getattr(entry, status) for entry in entries.values())
 
 
-def spread(values: Sequence[float]) -> Spread | None:
+def seed_mean(values: Sequence[float]) -> SeedMean | None:
     """Return mean and standard deviation; None without values."""
     if not values:
         return None
     deviation = statistics.stdev(values) if len(values) > 1 else None
-    return Spread(statistics.fmean(values), deviation, len(values))
+    return SeedMean(statistics.fmean(values), deviation, len(values))
 
 
 def make_table(
@@ -275,8 +275,8 @@ def make_table(
 
 def _entry(column: str, batch: int, outcomes: Sequence[CellOutcome]) -> Entry:
     ended = Counter(outcome.status for outcome in outcomes)
-    test = spread([outcome.test for outcome in outcomes if outcome.test is not None])
-    train = spread([outcome.train for outcome in outcomes if outcome.train is not None])
+    test = seed_mean([outcome.test for outcome in outcomes if outcome.test is not None])
+    train = seed_mean([outcome.train for outcome in outcomes if outcome.train is not None])
     return Entry(column, batch, test, train, ended["diverged"], ended["failed"], ended["missing"])
 
 
@@ -331,7 +331,7 @@ def recovered_share(
     return None
 
 
-def least_loss(small: Spread, plain: Spread, test_samples: int | None) -> float:
+def least_loss(small: SeedMean, plain: SeedMean, test_samples: int | None) -> float:
     """Return the least lost accuracy for which a recovered share is meaningful.
 
     It is the standard error of the difference from counting n test samples, `sqrt(Σ p(1 − p) / (n ·
@@ -350,7 +350,7 @@ def within_one_deviation(entry: Entry, best: Entry) -> bool:
     return best.test.mean - entry.test.mean <= (best.test.deviation or 0.0)
 
 
-def percent(value: Spread | None) -> str:
+def percent(value: SeedMean | None) -> str:
     """Return for example "71.3 ± 0.4 %"."""
     if value is None:
         return UNKNOWN
@@ -446,7 +446,7 @@ def _csv_row(kind: str, entry: Entry) -> tuple[str | int | float | None, ...]:
     return (kind, entry.column, entry.batch, *accuracies, *counts, recovered, entry.mark)
 
 
-def _percents(value: Spread | None) -> tuple[float | None, float | None]:
+def _percents(value: SeedMean | None) -> tuple[float | None, float | None]:
     if value is None:
         return None, None
     return 100 * value.mean, in_percent(value.deviation)

@@ -37,7 +37,7 @@ from tula_hpc.formatting import FOREVER_S, HOUR_S
 JOULES_PER_KWH = 3.6e6
 
 Array = NDArray[float64]
-Quantity = TypeVar("Quantity", float, Array)
+Amount = TypeVar("Amount", float, Array)
 
 
 class NodePower(NamedTuple):
@@ -55,7 +55,7 @@ def node_power(profiles: Iterable[Profile], pricing: PricingSpec) -> NodePower |
     return NodePower(median(measured), True) if measured else None
 
 
-def energy_kwh(nodes: Quantity, time_s: Quantity, watts: float, pue: float) -> Quantity:
+def energy_kwh(nodes: Amount, time_s: Amount, watts: float, pue: float) -> Amount:
     """Return the kilowatt-hours of N nodes over a time, including the site's overhead (PUE)."""
     return nodes * time_s * (watts * pue / JOULES_PER_KWH)
 
@@ -104,11 +104,11 @@ class Bill(NamedTuple):
 
 def train_cost_usd(
     pricing: PricingSpec,
-    nodes: Quantity,
-    train_time_s: Quantity,
-    workers_per_node: Quantity,
-    peak_memory_bytes: Quantity,
-) -> Quantity:
+    nodes: Amount,
+    train_time_s: Amount,
+    workers_per_node: Amount,
+    peak_memory_bytes: Amount,
+) -> Amount:
     """Return the cost of training on N nodes (S. Tyagi, F. Wang, "Tula", equations of cost).
 
     Basis "node-hour": `C = T × N × p`, with p in USD per node and hour; "spot" the same, with its

@@ -24,7 +24,7 @@ FAR_ABOVE = 2.5
 ROOM_FOR_TEXT = 0.3
 
 
-class Line(NamedTuple):
+class MemoryLine(NamedTuple):
     """Memory of a worker, bytes by local batch."""
 
     measured: list[tuple[Configuration, int]]
@@ -55,11 +55,11 @@ class Line(NamedTuple):
         return max(self.predicted, default=0)
 
 
-class Usage(NamedTuple):
+class MemoryContent(NamedTuple):
     """The content of the memory figure, bytes per worker."""
 
     # one line, and a second for a single worker that splits its batch into micro-batches
-    lines: list[Line]
+    lines: list[MemoryLine]
     # micro-batches per step of a single worker
     parts: int
     limit: int | None
@@ -129,7 +129,7 @@ def draw_memory(run: RunContents) -> Drawing | Missing:
     return Drawing("memory", title, _caption(usage, run.memory_kinds), figure, _table(usage))
 
 
-def _usage(run: RunContents) -> Usage:
+def _usage(run: RunContents) -> MemoryContent:
     summary = summarize(run.measurements)
     measured = []
     for item in run.ok:
@@ -152,7 +152,7 @@ def _usage(run: RunContents) -> Usage:
     most = None
     if limit is not None:
         most = int(max([0.0, *allowed.values()]))
-    return Usage(lines, summary.parts, limit, most, run.out_of_memory)
+    return MemoryContent(lines, summary.parts, limit, most, run.out_of_memory)
 
 
 def _limit(run: RunContents, summary: Summary) -> int | None:
@@ -198,7 +198,7 @@ def _line(
     measured: list[tuple[Configuration, int]],
     candidates: Sequence[Candidate],
     fitting: Collection[Configuration],
-) -> Line:
+) -> MemoryLine:
     line = {}
     largest = 0
     for item in candidates:
@@ -207,13 +207,13 @@ def _line(
             largest = max(largest, item.local_batch)
     too_large = [batch for batch in line if batch > largest]
     if not too_large:
-        return Line(measured, line, None)
+        return MemoryLine(measured, line, None)
     # predictions far beyond the largest batch that fits are not worth showing
     shown = {batch: peak for batch, peak in line.items() if batch <= 2 * too_large[0]}
-    return Line(measured, shown, largest)
+    return MemoryLine(measured, shown, largest)
 
 
-def _memory_axis(axes: Axes, usage: Usage, unit: str, unit_bytes: int) -> None:
+def _memory_axis(axes: Axes, usage: MemoryContent, unit: str, unit_bytes: int) -> None:
     """Set the y axis up to the limit and all measurements; predictions far above are cut off."""
     top = usage.top
     if usage.limit is not None and usage.limit <= FAR_ABOVE * top:
@@ -221,7 +221,7 @@ def _memory_axis(axes: Axes, usage: Usage, unit: str, unit_bytes: int) -> None:
     style.value_axis(axes, [top / unit_bytes], label=f"peak memory per worker, {unit}")
 
 
-def _draw_prediction(axes: Axes, usage: Usage, unit_bytes: int, sizes: list[int]) -> None:
+def _draw_prediction(axes: Axes, usage: MemoryContent, unit_bytes: int, sizes: list[int]) -> None:
     """Draw lines that are straight in b but bent by the log2 axis; dotted where b does not fit."""
     for line, colour in zip(usage.lines, _colours(usage, sizes), strict=True):
         if not line.predicted:
@@ -239,7 +239,7 @@ def _draw_prediction(axes: Axes, usage: Usage, unit_bytes: int, sizes: list[int]
             axes.plot(batches, y, dash, color=colour, linewidth=1.4, **mark)
 
 
-def _colours(usage: Usage, sizes: list[int]) -> list[str]:
+def _colours(usage: MemoryContent, sizes: list[int]) -> list[str]:
     """Return each line's colour; the second line, a single worker's, has its markers' colour."""
     colours = [style.INK.light]
     if len(usage.lines) > 1:
@@ -247,7 +247,7 @@ def _colours(usage: Usage, sizes: list[int]) -> list[str]:
     return colours
 
 
-def _draw_measured(axes: Axes, usage: Usage, unit_bytes: int, sizes: list[int]) -> None:
+def _draw_measured(axes: Axes, usage: MemoryContent, unit_bytes: int, sizes: list[int]) -> None:
     for configuration, used in usage.measured:
         look = style.size_style(sizes, configuration.nodes)
         x, y = configuration.local_batch, used / unit_bytes
@@ -286,7 +286,9 @@ def _draw_largest(axes: Axes, largest: int, batches: list[int]) -> None:
     label.set(color=style.INK.light, size=8.5, weight="bold", in_layout=False)
 
 
-def _draw_out_of_memory(axes: Axes, usage: Usage, unit_bytes: int, sizes: list[int]) -> None:
+def _draw_out_of_memory(
+    axes: Axes, usage: MemoryContent, unit_bytes: int, sizes: list[int]
+) -> None:
     y = axes.get_ylim()[1]
     if usage.limit is not None:
         y = min(y, usage.limit / unit_bytes)
@@ -296,7 +298,7 @@ def _draw_out_of_memory(axes: Axes, usage: Usage, unit_bytes: int, sizes: list[i
         cross.set(markersize=8, markeredgewidth=2.2, clip_on=False)
 
 
-def _keys(usage: Usage, sizes: list[int]) -> Iterable[style.Key]:
+def _keys(usage: MemoryContent, sizes: list[int]) -> Iterable[style.Key]:
     for nodes in sorted({configuration.nodes for configuration, _ in usage.measured}):
         look = style.size_style(sizes, nodes)
         yield style.Key(f"N = {nodes}", marker=look.marker, hollow=True, colour=look.colour)
@@ -314,7 +316,7 @@ def _keys(usage: Usage, sizes: list[int]) -> Iterable[style.Key]:
         yield style.Key("ran out of memory", marker="x")
 
 
-def _title(usage: Usage) -> str:
+def _title(usage: MemoryContent) -> str:
     title = "Memory of a worker"
     growth = [line.growth for line in usage.lines]
     if growth[0]:
@@ -333,7 +335,7 @@ def _title(usage: Usage) -> str:
     return f"{title}; {first}"
 
 
-def _describe_fit(line: Line) -> str:
+def _describe_fit(line: MemoryLine) -> str:
     if line.largest is None:
         return "every candidate fits"
     if line.largest == 0:
@@ -342,7 +344,7 @@ def _describe_fit(line: Line) -> str:
     return f"{plural(line.largest, 'sample')} {verb}"
 
 
-def _caption(usage: Usage, kinds: str) -> str:
+def _caption(usage: MemoryContent, kinds: str) -> str:
     text = (
         f"The most memory that one worker held at any time ({kinds}), against the samples that it "
         f"gets per step.{_describe_marks(usage)}"
@@ -369,7 +371,7 @@ def _caption(usage: Usage, kinds: str) -> str:
     return text
 
 
-def _describe_marks(usage: Usage) -> str:
+def _describe_marks(usage: MemoryContent) -> str:
     curve = "so they lie on one curve"
     lines = "The line is the model's prediction; it is"
     alone = ""
@@ -388,14 +390,14 @@ def _describe_marks(usage: Usage) -> str:
     return text
 
 
-def _table(usage: Usage) -> Table:
+def _table(usage: MemoryContent) -> Table:
     peak = "peak_memory_bytes"
     columns = ("mark", "nodes", "local_batch_samples", peak, f"low_{peak}", f"high_{peak}")
     rows: list[tuple[Cell, ...]] = []
     for configuration, used in usage.measured:
         rows.append(("measured", configuration.nodes, configuration.local_batch, used, None, None))
     # the second line is that of a single worker
-    lines: list[tuple[int | None, Line]] = list(zip((None, 1), usage.lines, strict=False))
+    lines: list[tuple[int | None, MemoryLine]] = list(zip((None, 1), usage.lines, strict=False))
     for nodes, line in lines:
         for batch, interval in line.predicted.items():
             rows.append(("predicted_90", nodes, batch, *interval))

@@ -39,7 +39,7 @@ INTERVALS = (
 )
 
 
-class Quantity(NamedTuple):
+class PanelQuantity(NamedTuple):
     """The y axis of one panel."""
 
     label: str
@@ -80,9 +80,9 @@ def _draw(curve: ScalingCurve, run: RunContents) -> Drawing | Missing:
     return Drawing(curve.name, title, _caption(curve, chosen), figure, _table(curve, chosen))
 
 
-def _quantities(curve: ScalingCurve) -> tuple[Quantity, ...]:
+def _quantities(curve: ScalingCurve) -> tuple[PanelQuantity, ...]:
     base = curve.base.nodes
-    time = Quantity(
+    time = PanelQuantity(
         "time of an epoch",
         lambda row: row.epoch_s,
         lambda row: row.measured_epoch_s,
@@ -96,20 +96,20 @@ def _quantities(curve: ScalingCurve) -> tuple[Quantity, ...]:
         )
     return (
         time,
-        Quantity(
+        PanelQuantity(
             f"speed-up over N = {base}",
             lambda row: row.speed_up,
             curve.measured_speed_up,
             lambda nodes: nodes / base,
         ),
-        Quantity(
+        PanelQuantity(
             "efficiency",
             lambda row: row.efficiency,
             lambda row: _measured_efficiency(curve, row),
             lambda _: 1.0,
             share=True,
         ),
-        Quantity("node-hours of the training", lambda row: row.node_hours, lambda _: None),
+        PanelQuantity("node-hours of the training", lambda row: row.node_hours, lambda _: None),
     )
 
 
@@ -118,7 +118,7 @@ def _measured_efficiency(curve: ScalingCurve, row: ScalingRow) -> float | None:
     return None if speed_up is None else speed_up * curve.base.nodes / row.nodes
 
 
-def _value_axis(axes: Axes, curve: ScalingCurve, quantity: Quantity) -> None:
+def _value_axis(axes: Axes, curve: ScalingCurve, quantity: PanelQuantity) -> None:
     values = []
     for row in curve.rows:
         value, low, high = quantity.value(row)
@@ -135,7 +135,7 @@ def _value_axis(axes: Axes, curve: ScalingCurve, quantity: Quantity) -> None:
     axes.set_ylabel(quantity.label)
 
 
-def _draw_panel(axes: Axes, curve: ScalingCurve, quantity: Quantity) -> None:
+def _draw_panel(axes: Axes, curve: ScalingCurve, quantity: PanelQuantity) -> None:
     sizes = [row.nodes for row in curve.rows]
     if quantity.ideal is not None:
         ideal = [quantity.ideal(nodes) for nodes in sizes]
@@ -151,7 +151,7 @@ def _draw_panel(axes: Axes, curve: ScalingCurve, quantity: Quantity) -> None:
         _draw_row(axes, row, quantity)
 
 
-def _draw_row(axes: Axes, row: ScalingRow, quantity: Quantity) -> None:
+def _draw_row(axes: Axes, row: ScalingRow, quantity: PanelQuantity) -> None:
     value = quantity.value(row).value
     key = EXTRAPOLATED if row.basis == "extrapolated" else PREDICTED
     measured = quantity.measured(row)
@@ -163,7 +163,7 @@ def _draw_row(axes: Axes, row: ScalingRow, quantity: Quantity) -> None:
     mark.set(markersize=5.0, markerfacecolor=style.PAPER.light if key.hollow else COLOUR)
 
 
-def _draw_rings(axes: Axes, rows: Sequence[ScalingRow], quantity: Quantity) -> None:
+def _draw_rings(axes: Axes, rows: Sequence[ScalingRow], quantity: PanelQuantity) -> None:
     for row in rows:
         point = [row.nodes], [quantity.value(row).value]
         (ring,) = axes.plot(*point, "o", color=style.INK.light, fillstyle="none", zorder=6)

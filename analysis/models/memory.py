@@ -64,7 +64,7 @@ HINGE_GAIN = 0.5
 HINGE_ERROR = 1e-5
 
 
-class Rows(NamedTuple):
+class Peaks(NamedTuple):
     """Measured peaks with the counted bytes of each, all (n,); see `MemoryModel.fit`."""
 
     local_batch: Array
@@ -158,7 +158,7 @@ class MemoryModel:
         self._some_distributed = bool(np.any(world > 1))
         self._reserve = fit_reserve(allocated, peak) if reserves else Reserve(1.0, 0.0, 1.0)
         distributed = (world > 1).astype(np.float64)
-        self._fit_line(Rows(batch, allocated, static + sharded, gradients, distributed))
+        self._fit_line(Peaks(batch, allocated, static + sharded, gradients, distributed))
         residuals = self._predicted(batch, world) / peak - 1.0
         self._fit = self._fit._replace(residuals=residuals)
         self.residual_median_ = float(np.median(np.abs(residuals)))
@@ -176,7 +176,7 @@ class MemoryModel:
         else:
             self._bounds = list(zip(*as_columns(batches, limits), strict=True))
 
-    def _fit_line(self, rows: Rows) -> None:
+    def _fit_line(self, rows: Peaks) -> None:
         """Fit the line, with a kink if the data show one, above all bounds if possible."""
         fit, free = _best_fit(rows)
         self._use(fit, free, rows)
@@ -198,11 +198,11 @@ class MemoryModel:
         if not self.oom_contradicts_:
             self._use(raised, free, rows)
 
-    def _censored(self, broken: list[tuple[float, float]], world: float) -> Rows:
+    def _censored(self, broken: list[tuple[float, float]], world: float) -> Peaks:
         """Return out-of-memory records as rows, with lower bounds of the bytes then allocated."""
         batch, limit = np.array(broken, dtype=np.float64).T
         ones = np.ones_like(batch)
-        return Rows(
+        return Peaks(
             local_batch=batch,
             peak_bytes=np.maximum(limit - self._reserve.slack, 1.0) / self._reserve.ratio,
             static_bytes=self._known(world) * ones,
@@ -210,7 +210,7 @@ class MemoryModel:
             distributed=float(world > 1) * ones,
         )
 
-    def _use(self, fit: Fit, free: NDArray[np.bool_], rows: Rows) -> None:
+    def _use(self, fit: Fit, free: NDArray[np.bool_], rows: Peaks) -> None:
         self._fit = fit
         self._line = fit.coefficients.copy()
         self.pinned_ = [name for name, known in zip(NAMES[:2], free[:2], strict=True) if not known]
@@ -354,7 +354,7 @@ def _design(batch: Array, distributed: Array) -> Array:
     return np.stack([ones, batch, distributed, np.zeros_like(batch)], axis=1)
 
 
-def _problem(rows: Rows, weights: Array) -> Problem:
+def _problem(rows: Peaks, weights: Array) -> Problem:
     design = _design(rows.local_batch, rows.distributed)
     at_floor = np.array([0.0, 0.0, 0.0, 1.0])
     floor = rows.static_bytes + rows.gradient_bytes
@@ -372,7 +372,7 @@ def _problem(rows: Rows, weights: Array) -> Problem:
     )
 
 
-def _best_fit(rows: Rows) -> tuple[Fit, NDArray[np.bool_]]:
+def _best_fit(rows: Peaks) -> tuple[Fit, NDArray[np.bool_]]:
     """Return the plain line, or a clearly better one with a kink, and its free coefficients."""
     relative = _design(rows.local_batch, rows.distributed) / rows.peak_bytes[:, None]
     order = [PER_SAMPLE, OVERHEAD]
@@ -393,7 +393,7 @@ def _best_fit(rows: Rows) -> tuple[Fit, NDArray[np.bool_]]:
     return plain, free
 
 
-def _start(rows: Rows, free: NDArray[np.bool_]) -> Array:
+def _start(rows: Peaks, free: NDArray[np.bool_]) -> Array:
     """Return the non-negative line of least relative squares."""
     design = _design(rows.local_batch, rows.distributed) / rows.peak_bytes[:, None]
     start = np.zeros(len(NAMES))
@@ -401,18 +401,18 @@ def _start(rows: Rows, free: NDArray[np.bool_]) -> Array:
     return start
 
 
-def _kinked_start(rows: Rows, free: NDArray[np.bool_], first: float) -> Array:
+def _kinked_start(rows: Peaks, free: NDArray[np.bool_], first: float) -> Array:
     """Return the line through the batches from `first` on, with the lift that smaller ones need."""
     small = rows.local_batch < first
-    start = _start(Rows._make(column[~small] for column in rows), free)
+    start = _start(Peaks._make(column[~small] for column in rows), free)
     lift = np.median((rows.peak_bytes - rows.static_bytes - rows.gradient_bytes)[small])
     start[LIFT] = max(0.0, float(lift))
     return start
 
 
-def _fit_above(rows: Rows, censored: Rows, fit: Fit, free: NDArray[np.bool_]) -> Fit:
+def _fit_above(rows: Peaks, censored: Peaks, fit: Fit, free: NDArray[np.bool_]) -> Fit:
     """Fit with the bounds as further rows; return residuals and leverage of measurements only."""
-    joined = Rows._make(map(np.concatenate, zip(rows, censored, strict=True)))
+    joined = Peaks._make(map(np.concatenate, zip(rows, censored, strict=True)))
     count = len(rows.peak_bytes)
     weights = np.concatenate([np.ones(count), np.full(len(censored.peak_bytes), CENSORED_WEIGHT)])
     raised = fit_relative(_problem(joined, weights), [fit.coefficients, _start(joined, free)], free)

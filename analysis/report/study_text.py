@@ -10,7 +10,7 @@ from tula_hpc.analysis.run_contents import is_guess, learned_nothing
 from tula_hpc.analysis.study_results import (
     CellOutcome,
     Entry,
-    Spread,
+    SeedMean,
     StudyContents,
     StudyTable,
     least_loss,
@@ -87,7 +87,7 @@ def _alone(small: Entry) -> str:
     return f"B = {small.batch:,} {' and '.join(clauses)}"
 
 
-def _against(plain: Spread, small: Entry, test_samples: int | None) -> str:
+def _against(plain: SeedMean, small: Entry, test_samples: int | None) -> str:
     if small.test is None:
         return f"cannot be compared: B = {small.batch:,} {_diverged(small)}"
     lost = small.test.mean - plain.mean
@@ -326,7 +326,7 @@ def _latex_cell(entry: Entry) -> str:
     return rf"\underline{{{text}}}" if entry.mark == "worst" else text
 
 
-def _latex_number(value: Spread | None) -> str:
+def _latex_number(value: SeedMean | None) -> str:
     if value is None:
         return "--"
     deviation = "" if value.deviation is None else rf"\,$\pm$\,{100 * value.deviation:.1f}"

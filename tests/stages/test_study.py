@@ -18,7 +18,7 @@ from tula_hpc.analysis.study_results import (
     answer,
     make_table,
     marks_of,
-    spread,
+    seed_mean,
     within_one_deviation,
 )
 from tula_hpc.config import ClusterSpec, StudyCell, StudySpec, SweepSpec, check_together, load_sweep, study_column
@@ -227,7 +227,7 @@ accuracies = st.lists(st.floats(0, 1), min_size=1, max_size=6)
 
 @given(accuracies)
 def test_mean_and_deviation_over_seeds(values: list[float]) -> None:
-    found = spread(values)
+    found = seed_mean(values)
     assert found is not None
     assert min(values) - 1e-12 <= found.mean <= max(values) + 1e-12
     assert found.runs == len(values)
@@ -437,7 +437,7 @@ def test_the_best_is_best_of_those_that_did_not_diverge_and_the_worst_is_below_a
     entries = []
     for number, values in enumerate(rows):
         known = [value for value in values if value is not None]
-        entries.append(Entry(f"m{number}", 512, spread(known), None, len(values) - len(known), 0, 0))
+        entries.append(Entry(f"m{number}", 512, seed_mean(known), None, len(values) - len(known), 0, 0))
     # any of several equal ones will do
     marks = {mark: column for column, mark in marks_of(entries).items()}
     means = {entry.column: entry.test.mean for entry in entries if entry.test and not entry.diverged}

@@ -18,7 +18,7 @@ from tula_hpc.records.metrics import parse_metrics
 from tula_hpc.sweep import _parser
 from tula_hpc.tracking import trackers
 from tula_hpc.tracking.follow import Follower, following
-from tula_hpc.tracking.trackers import MLflow, Point, Position, TensorBoard, Tracker, WeightsAndBiases, values_of
+from tula_hpc.tracking.trackers import MLflow, NewMetrics, Position, TensorBoard, Tracker, WeightsAndBiases, values_of
 
 
 def step(number: int, loss: float = 1.0) -> StepMetrics:
@@ -49,7 +49,7 @@ class Memory:
     """A tracker that keeps what it gets."""
 
     def __init__(self) -> None:
-        self.runs: dict[str, list[Point]] = {}
+        self.runs: dict[str, list[NewMetrics]] = {}
         self.run = ""
         self.fails = False
 
@@ -58,7 +58,7 @@ class Memory:
         self.runs.setdefault(self.run, [])
         return position.model_copy(update={"run": self.run})
 
-    def write(self, points: Sequence[Point], position: Position) -> None:
+    def write(self, points: Sequence[NewMetrics], position: Position) -> None:
         if self.fails:
             raise OSError("no route to host")
         assert position.lines == len(self.runs[self.run])
@@ -106,9 +106,9 @@ def test_scores_that_come_after_their_epoch_are_passed_on_alone(run: RunDirector
     assert memory.epochs() == [1, 2]
     later = [point for point in memory.runs["run 0"] if "epoch/epoch" not in point.values]
     assert later == [
-        Point(4, {"epoch/test_loss": 0.9, "epoch/test_accuracy": 0.5}),
-        Point(8, {"epoch/test_accuracy": 0.5}),
-        Point(8, {"epoch/test_loss": 0.9}),
+        NewMetrics(4, {"epoch/test_loss": 0.9, "epoch/test_accuracy": 0.5}),
+        NewMetrics(8, {"epoch/test_accuracy": 0.5}),
+        NewMetrics(8, {"epoch/test_loss": 0.9}),
     ]
 
 
@@ -171,7 +171,7 @@ def test_tensorboard_reads_a_requeued_training_as_one_run(run: RunDirectory) -> 
         follower.pass_on()
         # killed after it had written lines that it did not record as passed on
         tracker = follower.trackers["tensorboard"]
-        tracker.write([Point(99, {"train/loss": 9.0})], follower.positions["tensorboard"])
+        tracker.write([NewMetrics(99, {"train/loss": 9.0})], follower.positions["tensorboard"])
         follower.close()
     follower = Follower(files, {"tensorboard": TensorBoard(run.root, "main", files)})
     follower.pass_on()

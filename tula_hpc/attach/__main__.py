@@ -59,7 +59,7 @@ from tula_hpc.formatting import (
     plural,
     printable_output,
 )
-from tula_hpc.init.cluster_file import UNKNOWN, Line
+from tula_hpc.init.cluster_file import UNKNOWN, KeyLine
 from tula_hpc.init.script_options import read_options
 from tula_hpc.init.sweep_file import (
     METRIC,
@@ -347,7 +347,7 @@ def _observations(result: dict[str, Any]) -> Iterator[str]:
 
 def _table(
     options: argparse.Namespace, result: dict[str, Any], settings: str
-) -> tuple[dict[str, Any], dict[str, Line]]:
+) -> tuple[dict[str, Any], dict[str, KeyLine]]:
     """Return the table `[workload]` that would profile the script, and lines for missing keys.
 
     `settings` is the file that the script takes instead of options; "" if it takes options.
@@ -403,7 +403,7 @@ def _table(
     if result["accumulation"] > 1:
         table["accumulation"] = result["accumulation"]
     return table, {
-        key: Line(key, value, f"{words}: {UNKNOWN}", asked=True)
+        key: KeyLine(key, value, f"{words}: {UNKNOWN}", asked=True)
         for key, (value, words) in asked.items()
     }
 
@@ -446,7 +446,7 @@ def _with_batch(
 
 
 def _sweep_file(
-    result: dict[str, Any], table: dict[str, Any], unknown: dict[str, Line]
+    result: dict[str, Any], table: dict[str, Any], unknown: dict[str, KeyLine]
 ) -> Iterator[str]:
     """Yield the lines of a sweep file, valid once those that end with `unknown` are filled in."""
     if "module" in table:
@@ -479,7 +479,7 @@ def _complete(
     arguments: Sequence[str],
     names: Mapping[str, str],
     *,
-    asked: Line | None,
+    asked: KeyLine | None,
     by_hand: bool,
 ) -> str:
     """Write values that a sweep file lacks; return a sentence on what was added and is missing.

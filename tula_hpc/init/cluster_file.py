@@ -29,7 +29,7 @@ COLUMN = 32
 _MIG = re.compile(r"\dg\.\d+gb")
 
 
-class Line(NamedTuple):
+class KeyLine(NamedTuple):
     """A key and its value; `asked` values are commented out, since only the user knows them."""
 
     key: str
@@ -67,12 +67,12 @@ def local_cluster_file() -> str:
     gpus = '"cuda" for its GPUs, one for each worker'
     tables = {
         "": [
-            Line("name", "local", "name of the cluster, shown in reports"),
-            Line("executor", "local", "jobs run as processes on this machine"),
-            Line("device", "cpu", f"collectives run over gloo; {gpus}"),
-            Line("max_nodes", usable_cores(), "as many as this machine has cores"),
-            Line("workers_per_node", 1, "worker processes that stand in for a node"),
-            Line("cpus_per_worker", 1, "threads of each worker"),
+            KeyLine("name", "local", "name of the cluster, shown in reports"),
+            KeyLine("executor", "local", "jobs run as processes on this machine"),
+            KeyLine("device", "cpu", f"collectives run over gloo; {gpus}"),
+            KeyLine("max_nodes", usable_cores(), "as many as this machine has cores"),
+            KeyLine("workers_per_node", 1, "worker processes that stand in for a node"),
+            KeyLine("cpus_per_worker", 1, "threads of each worker"),
         ]
     }
     return _text(
@@ -86,7 +86,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _text(*head: str, tables: dict[str, list[Line]]) -> str:
+def _text(*head: str, tables: dict[str, list[KeyLine]]) -> str:
     lines = [*head, ""]
     for heading, rows in tables.items():
         if rows:
@@ -94,23 +94,23 @@ def _text(*head: str, tables: dict[str, list[Line]]) -> str:
     return "\n".join(lines)
 
 
-def _identity(survey: Survey, place: Place) -> Iterator[Line]:
-    yield Line("name", survey.cluster_name, "ClusterName")
-    yield Line("executor", "slurm", "jobs are submitted with sbatch")
+def _identity(survey: Survey, place: Place) -> Iterator[KeyLine]:
+    yield KeyLine("name", survey.cluster_name, "ClusterName")
+    yield KeyLine("executor", "slurm", "jobs are submitted with sbatch")
     device = "cuda" if place.gpus else "cpu"
     collectives = "nccl" if place.gpus else "gloo"
-    yield Line("device", device, f"collectives run over {collectives}")
+    yield KeyLine("device", device, f"collectives run over {collectives}")
     kind = "the default partition" if place.is_default else "not the default partition"
-    yield Line("partition", place.partition.name, kind)
+    yield KeyLine("partition", place.partition.name, kind)
     if place.account:
-        yield Line("account", place.account, "the first of your accounts that may use it")
+        yield KeyLine("account", place.account, "the first of your accounts that may use it")
     elif survey.needs_account:
-        yield Line("account", "", UNKNOWN, asked=True)
+        yield KeyLine("account", "", UNKNOWN, asked=True)
     if place.qos:
-        yield Line("qos", place.qos, "the first of yours that the partition allows")
+        yield KeyLine("qos", place.qos, "the first of yours that the partition allows")
 
 
-def _shape(place: Place) -> Iterator[Line]:
+def _shape(place: Place) -> Iterator[KeyLine]:
     nodes = place.nodes
     if nodes is None:
         return
@@ -120,13 +120,15 @@ def _shape(place: Place) -> Iterator[Line]:
     workers = max(1, min(usable, nodes.cpus))
     if place.gpus:
         gres = f"gpu:{place.gpu_type}:{workers}" if place.gpu_type else f"gpu:{workers}"
-        yield Line("gres", gres, f"of {plural(place.gpus, 'GPU')} a node; Slurm lists {nodes.gres}")
+        yield KeyLine(
+            "gres", gres, f"of {plural(place.gpus, 'GPU')} a node; Slurm lists {nodes.gres}"
+        )
     others = f"; the partition has {plural(place.others, 'other kind')}" if place.others else ""
     count = min(nodes.count, place.most_nodes or nodes.count)
-    yield Line(
+    yield KeyLine(
         "max_nodes", max(1, count), f"{plural(nodes.count, 'node')} of one kind can be used{others}"
     )
-    yield Line(
+    yield KeyLine(
         "workers_per_node", workers, "one for each GPU" if place.gpus else "processes a node"
     )
     cores = max(1, nodes.cpus // workers)
@@ -134,19 +136,21 @@ def _shape(place: Place) -> Iterator[Line]:
     comment = "loader processes included"
     if place.gpus and cores <= usual:
         comment = f"so few that sweeps need workload.loader_workers = {cores - 1}"
-    yield Line("cpus_per_worker", cores, f"of {nodes.cpus} a node, {comment}")
-    yield Line("exclusive", True, "keep other jobs off the nodes")
+    yield KeyLine("cpus_per_worker", cores, f"of {nodes.cpus} a node, {comment}")
+    yield KeyLine("exclusive", True, "keep other jobs off the nodes")
     if place.gpus:
-        yield Line(
+        yield KeyLine(
             "device_memory_gb", 0.0, f"memory of a GPU, for estimates: {UNKNOWN}", asked=True
         )
     else:
         memory_gb = round(MEMORY_SHARE * nodes.memory_mb / MIB_PER_GIB, 1)
-        yield Line("memory_gb", memory_gb, f"{MEMORY_SHARE:.0%} of a node's {nodes.memory_mb} MB")
-    yield Line("array_parallelism", max(1, min(4, count // 4)), "profile jobs at a time")
+        yield KeyLine(
+            "memory_gb", memory_gb, f"{MEMORY_SHARE:.0%} of a node's {nodes.memory_mb} MB"
+        )
+    yield KeyLine("array_parallelism", max(1, min(4, count // 4)), "profile jobs at a time")
 
 
-def _times(place: Place) -> Iterator[Line]:
+def _times(place: Place) -> Iterator[KeyLine]:
     defaults = ClusterSpec.model_fields
     limit = place.most_minutes
     comment = (
@@ -157,10 +161,10 @@ def _times(place: Place) -> Iterator[Line]:
         usual = int(defaults[key].default)
         minutes = max(1, min(usual, limit or usual))
         shortest_s = min(shortest_s, 60 * minutes)
-        yield Line(key, minutes, comment)
+        yield KeyLine(key, minutes, comment)
     delay_s = int(defaults["signal_delay_s"].default)
     if delay_s >= shortest_s / 2:
-        yield Line(
+        yield KeyLine(
             "signal_delay_s", int(shortest_s / 4), "time between the warning and a job's limit"
         )
     modules = loaded_modules()
@@ -169,29 +173,29 @@ def _times(place: Place) -> Iterator[Line]:
         setup += ["ulimit -l $(ulimit -H -l)", "ulimit -n $(ulimit -H -n)"]
     if setup:
         loaded = "modules that are loaded here, and " if modules else ""
-        yield Line("setup", setup, f"shell lines that run first: {loaded}the highest limits")
+        yield KeyLine("setup", setup, f"shell lines that run first: {loaded}the highest limits")
 
 
-def _sbatch(place: Place) -> Iterator[Line]:
+def _sbatch(place: Place) -> Iterator[KeyLine]:
     if place.gpus:
-        yield Line("mem", 0, "all of a node's host memory, for loaders and checkpoints")
+        yield KeyLine("mem", 0, "all of a node's host memory, for loaders and checkpoints")
 
 
-def _environment(place: Place) -> Iterator[Line]:
+def _environment(place: Place) -> Iterator[KeyLine]:
     if place.gpus:
         name = "NCCL_SOCKET_IFNAME"
-        yield Line(
+        yield KeyLine(
             name, "eth0", f"tula check lists the interfaces with their rates: {UNKNOWN}", asked=True
         )
 
 
-def _pricing(place: Place) -> Iterator[Line]:
+def _pricing(place: Place) -> Iterator[KeyLine]:
     if place.billing_weights:
-        yield Line("basis", "tres", "billing units times hours, as the site accounts them")
-        yield Line("tres_weights", place.billing_weights, "TRESBillingWeights of the partition")
+        yield KeyLine("basis", "tres", "billing units times hours, as the site accounts them")
+        yield KeyLine("tres_weights", place.billing_weights, "TRESBillingWeights of the partition")
         return
-    yield Line("basis", "node-hour", "the site has no billing weights")
-    yield Line(
+    yield KeyLine("basis", "node-hour", "the site has no billing weights")
+    yield KeyLine(
         "usd_per_node_hour",
         1.0,
         f"1 USD until this is set, so that costs are node-hours: {UNKNOWN}",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from tula_hpc.config import ClusterSpec
 from tula_hpc.formatting import plural
-from tula_hpc.init.cluster_file import UNKNOWN, Line, usable_cores
+from tula_hpc.init.cluster_file import UNKNOWN, KeyLine, usable_cores
 from tula_hpc.init.script_options import Option, ScriptOptions
 
 # batch that is assumed if the script has no default
@@ -26,7 +26,7 @@ TRIAL_EPOCHS = 100
 TRIAL_STEPS = 1000
 LARGEST_BATCH = 2**30
 LARGEST_SEED = 2**31
-METRIC = Line(
+METRIC = KeyLine(
     "metric",
     r"Acc@1 (?P<test_accuracy>[\d.]+)",
     f"how the script prints its score: {UNKNOWN}",
@@ -101,17 +101,17 @@ def sweep_file(script: Script, cluster: ClusterSpec) -> str:
 def name_line(stem: str) -> str:
     """Return the line with a sweep's name, made from a script's name."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", stem)[:64].lstrip("._-")
-    return Line("name", name or "training", "name of the run and its jobs").text()
+    return KeyLine("name", name or "training", "name of the run and its jobs").text()
 
 
-def _workload(script: Script) -> Iterator[Line]:
+def _workload(script: Script) -> Iterator[KeyLine]:
     options = script.options
     if script.module is not None:
-        yield Line("module", script.module, "run as a module, as it imports from its package")
+        yield KeyLine("module", script.module, "run as a module, as it imports from its package")
     else:
-        yield Line("script", _path_of(script), "in the working directory, or beside this file")
+        yield KeyLine("script", _path_of(script), "in the working directory, or beside this file")
     yield from _arguments(options)
-    yield Line(
+    yield KeyLine(
         "samples",
         50_000,
         f"samples of an epoch, over all workers; tula attach fills it in: {UNKNOWN}",
@@ -122,16 +122,16 @@ def _workload(script: Script) -> Iterator[Line]:
         words = "epochs of the whole training"
         if options.steps is not None:
             words += "; {steps} is epochs * samples / global batch"
-        yield Line("epochs", 90, f"{words}: {UNKNOWN}", asked=True)
+        yield KeyLine("epochs", 90, f"{words}: {UNKNOWN}", asked=True)
     else:
-        yield Line("epochs", epochs, "the script's own default")
+        yield KeyLine("epochs", epochs, "the script's own default")
     if options.seed is not None:
-        yield Line("seed", _number(options.seed, LARGEST_SEED) or 0, "seed that the script gets")
+        yield KeyLine("seed", _number(options.seed, LARGEST_SEED) or 0, "seed that the script gets")
     if options.accumulation is not None and not options.shares_passes:
-        yield Line("accumulation", _passes(options), "forward passes in a step")
+        yield KeyLine("accumulation", _passes(options), "forward passes in a step")
     yield from _resume(options)
     if options.resume is None and not options.is_kept:
-        yield Line(
+        yield KeyLine(
             "resume_arguments",
             ["--resume", "last.pt"],
             f"options that resume the script, without which it begins anew: {UNKNOWN}",
@@ -140,14 +140,14 @@ def _workload(script: Script) -> Iterator[Line]:
     yield METRIC
 
 
-def _arguments(options: ScriptOptions) -> Iterator[Line]:
+def _arguments(options: ScriptOptions) -> Iterator[KeyLine]:
     batch = options.batch
     if batch is None:
         comment = (
             "the script has no option for its batch; if a file of settings has it, write one for "
             f"each batch and name it, as in batch-{{local_batch}}.yaml: {UNKNOWN}"
         )
-        yield Line("arguments", ["--batch-size", "{local_batch}"], comment, asked=True)
+        yield KeyLine("arguments", ["--batch-size", "{local_batch}"], comment, asked=True)
     else:
         words = options.words(
             [
@@ -160,25 +160,25 @@ def _arguments(options: ScriptOptions) -> Iterator[Line]:
             ]
         )
         whose = "a step over all workers" if options.is_global else "one forward pass of one worker"
-        yield Line("arguments", words, f"the batch is that of {whose}")
+        yield KeyLine("arguments", words, f"the batch is that of {whose}")
     for option in options.required:
         comment = f"the script requires {option.flag}; add it above: {UNKNOWN}"
-        yield Line("arguments", [*option.words("...")], comment, asked=True)
+        yield KeyLine("arguments", [*option.words("...")], comment, asked=True)
 
 
-def _resume(options: ScriptOptions) -> Iterator[Line]:
+def _resume(options: ScriptOptions) -> Iterator[KeyLine]:
     resume = options.resume
     if resume is None or options.is_kept:
         return
     if not resume.takes_value:
-        yield Line("resume_arguments", resume.words(""), "appended after an interruption")
+        yield KeyLine("resume_arguments", resume.words(""), "appended after an interruption")
     elif len(options.saved) == 1:
         comment = "appended after an interruption, if the file is there"
-        yield Line("resume_arguments", resume.words(options.saved[0]), comment)
+        yield KeyLine("resume_arguments", resume.words(options.saved[0]), comment)
     else:
         comment = f"the checkpoint that the script saves: {UNKNOWN}"
         usual = resume.default if isinstance(resume.default, str) else ""
-        yield Line("resume_arguments", resume.words(usual or "last.pt"), comment, asked=True)
+        yield KeyLine("resume_arguments", resume.words(usual or "last.pt"), comment, asked=True)
 
 
 def search_and_training(
@@ -205,17 +205,17 @@ def search_and_training(
     here = ", limited by this machine's cores" if _shares_cores(cluster) else ""
     words = f"nodes, of {plural(workers, 'worker')} each; at most {nodes}{here}"
     rows = [
-        Line("cluster_sizes", sizes, words),
-        Line("min_batch", smallest, "global: samples of a step over all workers"),
-        Line("max_batch", largest, "global; samples and memory may bound it further"),
+        KeyLine("cluster_sizes", sizes, words),
+        KeyLine("min_batch", smallest, "global: samples of a step over all workers"),
+        KeyLine("max_batch", largest, "global; samples and memory may bound it further"),
     ]
     words = "global batch that the learning rate is for"
     if not is_known:
         words = f"{words}: {UNKNOWN}"
-    training = [Line("base_batch", base_batch, words, asked=not is_known)]
+    training = [KeyLine("base_batch", base_batch, words, asked=not is_known)]
     if sizes[-1] * workers > 1:
         words = "scales the gradients of larger batches, which a script does not do by itself"
-        training.append(Line("method", "ags", words, asked=True))
+        training.append(KeyLine("method", "ags", words, asked=True))
     return [
         "[search]",
         *(row.text() for row in rows),
@@ -326,7 +326,7 @@ def fill_in(text: str, known: Mapping[str, Any]) -> tuple[str, list[str]]:
         )
     filled = []
     for key in keys:
-        line = Line(key, known[key], "as tula attach saw it").text()
+        line = KeyLine(key, known[key], "as tula attach saw it").text()
         unknown = re.search(rf"^# {key} = .*$", text, re.MULTILINE)
         table = re.search(r"^\[workload\].*\n", text, re.MULTILINE)
         if unknown is not None:
@@ -339,7 +339,7 @@ def fill_in(text: str, known: Mapping[str, Any]) -> tuple[str, list[str]]:
     return text, filled
 
 
-def with_asked_arguments(text: str, line: Line) -> str:
+def with_asked_arguments(text: str, line: KeyLine) -> str:
     """Replace the lines that ask for arguments by one, unless the file has arguments.
 
     It has the arguments of a run, and so all that the script requires.

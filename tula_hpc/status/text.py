@@ -48,7 +48,7 @@ SOURCES = {
     "": "",
 }
 
-Line = tuple[str, str]
+LabelledLine = tuple[str, str]
 
 
 def status_text(status: RunStatus, width: int = 110) -> str:
@@ -72,7 +72,7 @@ def status_text(status: RunStatus, width: int = 110) -> str:
     )
 
 
-def _notes(status: RunStatus) -> Iterator[Line]:
+def _notes(status: RunStatus) -> Iterator[LabelledLine]:
     """Yield the doubts, except one about a file that the state already names."""
     named, _, _ = status.words.partition(": ")
     return (("note", doubt) for doubt in status.doubts if doubt.partition(": ")[0] != named)
@@ -86,7 +86,7 @@ def _wrapped(label: str, text: str, width: int) -> str:
     return "\n".join(wrapped(head, text, max(width, 60), LABEL_WIDTH + 2))
 
 
-def _head(status: RunStatus) -> Iterator[Line]:
+def _head(status: RunStatus) -> Iterator[LabelledLine]:
     yield "state", f"{status.state}: {status.words}"
     # once a run is finished, it does not matter that a command's state cannot be seen
     if status.command.alive is not None or status.state != "finished":
@@ -128,7 +128,7 @@ def _command(command: CommandStatus) -> str:
     return f"none is at work; the last was {who}"
 
 
-def _stages(status: RunStatus) -> Iterator[Line]:
+def _stages(status: RunStatus) -> Iterator[LabelledLine]:
     if status.study is not None:
         yield from _study_lines(status.study)
     if status.profile is not None:
@@ -205,7 +205,7 @@ def _promise(promise: PromiseStatus) -> str:
     return f"{taken}; {cost}; by {source}"
 
 
-def _training_lines(training: TrainingStatus) -> Iterator[Line]:
+def _training_lines(training: TrainingStatus) -> Iterator[LabelledLine]:
     stand = {"none": "not submitted", "over": "its job is over"}.get(training.stand, training.stand)
     yield "train", f"{stand}: {_progress(training)}"
     marks = [*_marks(training)]
@@ -246,7 +246,7 @@ def _marks(training: TrainingStatus) -> Iterator[str]:
         yield f"last checkpoint {_ago(training.checkpoint_age_s)}"
 
 
-def _study_lines(study: StudyStatus) -> Iterator[Line]:
+def _study_lines(study: StudyStatus) -> Iterator[LabelledLine]:
     if study.rates:
         trainings = plural(study.rates, "training")
         rates = f"{study.rates_finished} of {trainings} that choose learning rates are done"
@@ -272,7 +272,7 @@ def _study_lines(study: StudyStatus) -> Iterator[Line]:
         yield "", f"and {len(study.under_way) - MOST_TRAININGS} more run"
 
 
-def _job_lines(status: RunStatus) -> Iterator[Line]:
+def _job_lines(status: RunStatus) -> Iterator[LabelledLine]:
     """Format the jobs that have neither finished nor failed; equal jobs share a line."""
     open_jobs = [
         job for job in status.jobs if job.phase not in (JobPhase.FINISHED, JobPhase.FAILED)
@@ -362,7 +362,7 @@ def _array(parent: str, tasks: Sequence[int]) -> str:
     return f"{parent}_[{','.join(shown)}]"
 
 
-def _failure_lines(failures: Sequence[JobStatus], state: str) -> Iterator[Line]:
+def _failure_lines(failures: Sequence[JobStatus], state: str) -> Iterator[LabelledLine]:
     label = "failed"
     for job in failures[-MOST_FAILURES:]:
         named = " ".join(filter(None, [job.job_id, job.stage, job.label or job.what]))
@@ -377,7 +377,7 @@ def _failure_lines(failures: Sequence[JobStatus], state: str) -> Iterator[Line]:
         yield "", f"and {len(failures) - MOST_FAILURES} before them"
 
 
-def _avoided_lines(status: RunStatus) -> Iterator[Line]:
+def _avoided_lines(status: RunStatus) -> Iterator[LabelledLine]:
     label = "avoids"
     for each in status.avoided:
         until = format_duration(round(each.until - status.asked_at))
@@ -385,7 +385,7 @@ def _avoided_lines(status: RunStatus) -> Iterator[Line]:
         label = ""
 
 
-def _cost_lines(cost: CostStatus) -> Iterator[Line]:
+def _cost_lines(cost: CostStatus) -> Iterator[LabelledLine]:
     stages = (("profile", cost.profile), ("train", cost.train), ("control", cost.control))
     known = [(name, stage) for name, stage in stages if stage is not None]
     if not known:

@@ -50,7 +50,7 @@ def _is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-class Point(NamedTuple):
+class NewMetrics(NamedTuple):
     """Metrics of a line by name, as far as they have not been passed on before."""
 
     # number of the optimizer's step
@@ -74,13 +74,13 @@ class Position(Record):
     # number of lines passed on so far
     lines: int = 0
 
-    def after(self, row: AnyMetrics) -> tuple[Position, Point | None]:
+    def after(self, row: AnyMetrics) -> tuple[Position, NewMetrics | None]:
         """Return the position after a line, and what is new in the line; None if it is repeated."""
         values = values_of(row)
         if isinstance(row, StepMetrics):
             if row.step <= self.step:
                 return self, None
-            return self._moved(step=row.step), Point(row.step, values)
+            return self._moved(step=row.step), NewMetrics(row.step, values)
         # of an epoch that is too old to be in `told`, all metrics count as passed on
         passed = self.told.get(row.epoch, tuple(values) if row.epoch <= self.epoch else ())
         values = {name: value for name, value in values.items() if name not in passed}
@@ -89,7 +89,7 @@ class Position(Record):
         newest = max(row.epoch, self.epoch)
         known = {**self.told, row.epoch: (*passed, *values)}
         known = {epoch: names for epoch, names in known.items() if epoch > newest - LATE_EPOCHS}
-        return self._moved(epoch=newest, told=known), Point(row.step, values)
+        return self._moved(epoch=newest, told=known), NewMetrics(row.step, values)
 
     def _moved(self, **changes: Any) -> Position:
         return self.model_copy(update={"lines": self.lines + 1, **changes})
@@ -101,7 +101,7 @@ class Tracker(Protocol):
     def begin(self, position: Position) -> Position:
         """Begin a run, or go on with it, and return the position after which it lacks lines."""
 
-    def write(self, points: Sequence[Point], position: Position) -> None:
+    def write(self, points: Sequence[NewMetrics], position: Position) -> None:
         """Write points that follow the position, so that they are kept if the process dies."""
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ class TensorBoard(_Run):
         there = len(list(self._folder.glob("*"))) if self._folder.exists() else 0
         return "metrics" if not there else f"metrics-{there + 1}"
 
-    def write(self, points: Sequence[Point], position: Position) -> None:
+    def write(self, points: Sequence[NewMetrics], position: Position) -> None:
         """Write a scalar for each metric, and flush."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -185,7 +185,7 @@ class WeightsAndBiases(_Run):
         self.run.define_metric("*", step_metric="step")
         return position.model_copy(update={"run": str(self.run.id)})
 
-    def write(self, points: Sequence[Point], position: Position) -> None:
+    def write(self, points: Sequence[NewMetrics], position: Position) -> None:
         """Log each point."""
         for number, (step, values) in enumerate(points, start=position.lines):
             self.run.log({**values, "step": step}, step=number)
@@ -245,7 +245,7 @@ class MLflow(_Run):
         last = sorted((int(each.value), each.step) for each in ends)[-LATE_EPOCHS:]
         return {epoch: tuple(n for n in names if step in steps[n]) for epoch, step in last}
 
-    def write(self, points: Sequence[Point], position: Position) -> None:
+    def write(self, points: Sequence[NewMetrics], position: Position) -> None:
         """Log points in batches, which are written as a whole."""
         from mlflow.entities import Metric
 

@@ -15,7 +15,7 @@ from tula_hpc.analysis.figures import labels, style
 from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.study_results import (
     Entry,
-    Spread,
+    SeedMean,
     StudyContents,
     StudyTable,
     no_result,
@@ -100,10 +100,10 @@ def draw_study_accuracy(contents: StudyContents, table: StudyTable) -> Drawing |
     return Drawing("study_accuracy", title, caption, figure, _accuracy_table(shown))
 
 
-def _in_percent(spread: Spread | None) -> tuple[float, float]:
-    if spread is None:
+def _in_percent(value: SeedMean | None) -> tuple[float, float]:
+    if value is None:
         return 0.0, 0.0
-    return 100 * spread.mean, 100 * (spread.deviation or 0.0)
+    return 100 * value.mean, 100 * (value.deviation or 0.0)
 
 
 def accuracy_axis(axes: Axes, entries: Iterable[Entry]) -> None:
@@ -273,7 +273,7 @@ def _curve_table(panels_of: dict[int, dict[str, EpochCurve]]) -> Table:
 GATED = ("ags", "static")
 
 
-class Point(NamedTuple):
+class DeltaPoint(NamedTuple):
     """One column at one batch."""
 
     delta: float
@@ -331,7 +331,7 @@ def draw_study_delta(contents: StudyContents, table: StudyTable) -> Drawing | Mi
     return Drawing("study_delta", title, caption, figure, _delta_table(points))
 
 
-def _delta_lines(contents: StudyContents, table: StudyTable) -> list[list[Point]]:
+def _delta_lines(contents: StudyContents, table: StudyTable) -> list[list[DeltaPoint]]:
     lines = []
     for group in delta_groups(contents):
         for batch in table.batches:
@@ -339,13 +339,13 @@ def _delta_lines(contents: StudyContents, table: StudyTable) -> list[list[Point]
             for delta, name in sorted(group.items()):
                 entry = table.entries[name, batch]
                 if entry.test:
-                    line.append(Point(delta, entry))
+                    line.append(DeltaPoint(delta, entry))
             if len(line) > 1:
                 lines.append(line)
     return lines
 
 
-def _draw_delta_line(axes: Axes, line: Sequence[Point], table: StudyTable) -> labels.EndLabel:
+def _draw_delta_line(axes: Axes, line: Sequence[DeltaPoint], table: StudyTable) -> labels.EndLabel:
     batch = line[0].entry.batch
     colour, marker = style.size_style(table.batches, batch)
     rows = [(point.delta, *_in_percent(point.entry.test)) for point in line]
@@ -354,7 +354,7 @@ def _draw_delta_line(axes: Axes, line: Sequence[Point], table: StudyTable) -> la
     return labels.EndLabel(deltas[-1], means[-1], f"B = {batch:,}", colour, marker)
 
 
-def _delta_title(lines: Sequence[Sequence[Point]]) -> str:
+def _delta_title(lines: Sequence[Sequence[DeltaPoint]]) -> str:
     line = max(lines, key=lambda points: points[0].entry.batch)
     # a mean without its diverged runs cannot be compared
     sound = [point for point in line if not point.entry.diverged] or line
@@ -368,7 +368,7 @@ def _delta_title(lines: Sequence[Sequence[Point]]) -> str:
     return f"{title}; {plural(len(others), 'other')} {verb} within its standard deviation"
 
 
-def _delta_table(points: Iterable[Point]) -> Table:
+def _delta_table(points: Iterable[DeltaPoint]) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for delta, entry in points:
         rows.append((entry.column, delta, entry.batch, *_in_percent(entry.test)))
