@@ -97,15 +97,6 @@ def test_a_controller_whose_inputs_are_gone_says_so(run: RunDirectory) -> None:
     assert "sweep.toml" in event.detail
 
 
-def test_a_controller_reads_a_sweep_of_the_version_before(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = run.sweep_file.read_text()
-    assert "[search]" in text
-    run.sweep_file.write_text(text.replace("[search]", "[search]\nnoise_steps = 3"))
-    monkeypatch.setattr(detached, "_step", lambda *_: None)
-    detached.run_controller(ControlJob(run.root, "report", 0.0))
-    assert [event.failure for event in run.events()] == [None]
-
-
 def test_what_ends_a_controller_is_said(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise StageError("plan: too little data")

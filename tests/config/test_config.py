@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from tests.fuzzing import fuzz as examples
-from tula_hpc.cli.changed_inputs import changes_of
 from tula_hpc.config import (
     MAX_FILE_BYTES,
     ClusterSpec,
@@ -27,14 +25,11 @@ from tula_hpc.config import (
     hidden_peers,
     idle_keys,
     load_cluster,
-    load_frozen_cluster,
-    load_frozen_sweep,
     load_sweep,
     load_together,
     local_batches,
     split_overrides,
 )
-from tula_hpc.config.loading import GONE, GONE_VALUES
 from tula_hpc.config.workload import DATASETS, TORCHVISION_MODELS
 from tula_hpc.errors import InputError
 
@@ -457,40 +452,6 @@ def test_an_override_reaches_one_partition_by_its_name(here: Path) -> None:
 def test_an_override_that_reaches_no_partition_is_refused(here: Path, tables: str, override: str, message: str) -> None:
     line = complaint(load_cluster, NAME + tables, [override])
     assert line == f"--set: {override.partition('=')[0]}: {message}"
-
-
-@pytest.mark.parametrize("table", ["", '[[partitions]]\npartition = "a"\n'])
-def test_a_run_whose_cluster_has_a_value_twice_is_read_again(here: Path, table: str) -> None:
-    text = f'executor = "slurm"\nmemory_gb = 4\n[sbatch]\nmem = "1G"\n{table}'
-    assert "sbatch.mem: would replace memory_gb = 4.0" in complaint(load_cluster, text)
-    (part,) = load_frozen_cluster(Path("in.toml")).parts()
-    assert (part.memory_gb, part.sbatch) == (4.0, {"mem": "1G"})
-
-
-@pytest.mark.parametrize(("table", "key"), GONE)
-def test_a_key_of_an_earlier_version_is_read_in_the_files_of_its_runs(here: Path, table: str, key: str) -> None:
-    path = Path("in.toml")
-    path.write_text(f"{NAME}[{table}]\n{key} = {json.dumps(GONE[table, key])}\n")
-    spec = load_sweep(path)
-    assert changes_of(path, spec) == {}
-    assert f"{table}.{key}: unknown key" in complaint(load_sweep, f"{NAME}[{table}]\n{key} = 7\n")
-    assert load_frozen_sweep(path) == spec
-
-
-@pytest.mark.parametrize(
-    ("table", "key", "value"), [*((*at, 7) for at in GONE), *((*at, GONE_VALUES[at][-1]) for at in GONE_VALUES)]
-)
-def test_what_an_earlier_version_had_is_dropped_from_the_file_of_a_run_and_of_a_studys_columns(
-    here: Path, table: str, key: str, value: object
-) -> None:
-    study = '[study]\nbatches = [256]\n[study.variants.mine]\n"training.delta" = 0.2\n'
-    path = Path("in.toml")
-    path.write_text(f"{NAME}{study}")
-    spec = load_frozen_sweep(path)
-    gone = json.dumps(value)
-    path.write_text(f'{NAME}[{table}]\n{key} = {gone}\n{study}"{table}.{key}" = {gone}\n')
-    assert load_frozen_sweep(path) == spec
-    assert f"{table}.{key}: " in complaint(load_sweep, path.read_text())
 
 
 def test_a_key_of_a_study_that_changes_nothing_in_any_column_is_named(here: Path) -> None:

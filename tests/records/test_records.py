@@ -176,12 +176,6 @@ def test_a_damaged_field_of_an_events_data_counts_as_missing_and_the_others_are_
     assert (job.configuration, job.configurations) == (None, ())
 
 
-def test_an_event_that_only_an_earlier_version_wrote_is_no_damage(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    run.events_file.write_text('{"time": 1.0, "event": "replanned", "stage": "train", "data": {"local_batch": 64}}\n')
-    assert (len(run.events()), run.damage()) == (1, [])
-
-
 def test_events_belong_to_the_latest_submission_of_their_job_id() -> None:
     submitted, ended = {"event": "submitted", "job_id": "7"}, {"event": "ended", "job_id": "7", "failure": "killed"}
     run_history = history(submitted | {"data": {"label": "a"}}, ended, submitted | {"data": {"label": "b"}})

@@ -48,14 +48,12 @@ def changes_of(path: Path, inputs: SweepSpec | ClusterSpec) -> Changes:
     Raises:
         RunDirectoryError: The file cannot be read.
     """
-    from tula_hpc.config.loading import GONE
-
     if not path.exists():
         return {}
     old, new = _keys(_read(path)), _keys(freeze(inputs))
     # a file by an earlier version lacks newer keys; that version behaved like their defaults
     defaults = _keys(freeze(_filled(path, inputs))) if old else {}
-    every = sorted((old.keys() | new.keys()) - GONE.keys())
+    every = sorted(old.keys() | new.keys())
     differing = (key for key in every if old.get(key, defaults.get(key)) != new.get(key))
     return {key: _shown(key, old.get(key, NOT_SET), new.get(key, NOT_SET)) for key in differing}
 

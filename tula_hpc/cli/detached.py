@@ -168,7 +168,7 @@ def run_controller(job: ControlJob) -> None:
     try:
         spec = load_frozen_sweep(run.sweep_file)
         if spec.search.estimate:
-            spec = load_sweep(run.sweep_file, frozen=True)
+            spec = load_sweep(run.sweep_file)
         sweep = Sweep(
             spec, load_frozen_cluster(run.cluster_file), run, job.started_at, detached=True
         )

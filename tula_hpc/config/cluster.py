@@ -10,7 +10,6 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -370,13 +369,11 @@ class ClusterSpec(Spec):
         return value
 
     @model_validator(mode="after")
-    def _consistent(self, info: ValidationInfo) -> ClusterSpec:
-        frozen = (info.context or {}).get("frozen", False)
+    def _consistent(self) -> ClusterSpec:
         if self.partitions:
-            _check_partitions(self, frozen=frozen)
+            _check_partitions(self)
             return self
-        if not frozen:
-            _refuse_two_values(self)
+        _refuse_two_values(self)
         if self.pricing.basis == "tres" and not self.pricing.tres_weights:
             example = '"CPU=1.0,Mem=0.25G,GRES/gpu=2.0", see `scontrol show partition`'
             raise ValueError(
@@ -401,8 +398,7 @@ class ClusterSpec(Spec):
 
     def by_name(self) -> dict[str, ClusterSpec]:
         """Return a complete cluster for each partition; without partitions this one, named ""."""
-        # frozen: the partitions were checked when the file was read
-        parts = {table.partition: _part(self, table, frozen=True) for table in self.partitions}
+        parts = {table.partition: _part(self, table) for table in self.partitions}
         return parts or {"": self}
 
     def parts(self) -> tuple[ClusterSpec, ...]:
@@ -466,13 +462,13 @@ class ClusterSpec(Spec):
         return int(self.memory_gb * GIB / self.workers_per_node)
 
 
-def _part(cluster: ClusterSpec, table: PartitionSpec, *, frozen: bool) -> ClusterSpec:
+def _part(cluster: ClusterSpec, table: PartitionSpec) -> ClusterSpec:
     own = cluster.model_dump(exclude={"partitions", "pricing"}) | table.overrides()
     pricing = cluster.pricing.model_dump() | table.pricing
-    return ClusterSpec.model_validate(own | {"pricing": pricing}, context={"frozen": frozen})
+    return ClusterSpec.model_validate(own | {"pricing": pricing})
 
 
-def _check_partitions(cluster: ClusterSpec, *, frozen: bool) -> None:
+def _check_partitions(cluster: ClusterSpec) -> None:
     names = cluster.part_names()
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -480,7 +476,7 @@ def _check_partitions(cluster: ClusterSpec, *, frozen: bool) -> None:
     currencies = set()
     for table in cluster.partitions:
         try:
-            currencies.add(_part(cluster, table, frozen=frozen).pricing.currency)
+            currencies.add(_part(cluster, table).pricing.currency)
         except ValidationError as error:
             raise ValueError(_mistake_in(table.partition, error.errors()[0])) from None
     if len(currencies) > 1:

@@ -55,18 +55,6 @@ TOMLLIB_WORDS = {
     "Unescaped '\\' in a string": r"a \ in a text is written twice, or the text in single quotes",
     "Unclosed array": "a list lacks a comma, or its last ]",
 }
-# keys that only earlier versions had, each with its default: files of their runs hold them
-GONE: dict[tuple[str, str], object] = {
-    ("training", "replan_on_drift"): False,
-    ("training", "scale_histogram"): False,
-    ("training", "exclude_norms"): False,
-    ("search", "noise_steps"): 0,
-}
-# values that keys had in earlier versions, and no longer have
-GONE_VALUES: dict[tuple[str, str], tuple[object, ...]] = {
-    ("training", "gate"): ("smooth", "smoothed"),
-    ("training", "granularity"): ("layer",),
-}
 # bounded, because tomllib's time grows with the square of the number of parts of a dotted key
 MOST_KEY_PARTS = 100
 
@@ -207,14 +195,11 @@ S = TypeVar("S", bound=Spec)
 Loaded = TypeVar("Loaded")
 
 
-def load_sweep(
-    path: Path, overrides: Sequence[str] = (), *, check_paths: bool = True, frozen: bool = False
-) -> SweepSpec:
+def load_sweep(path: Path, overrides: Sequence[str] = (), *, check_paths: bool = True) -> SweepSpec:
     """Read and check a sweep file, with overrides `section.key=value` in TOML or bare words.
 
     With `check_paths=False` the data folder and the modules of a user's own functions need not
-    exist here, so that logs copied from another machine can be planned from and reported on. With
-    `frozen=True` the file is that of a run, which an earlier version may have written.
+    exist here, so that logs copied from another machine can be planned from and reported on.
 
     Raises:
         InputError: One line per mistake: file, key, expected value.
@@ -224,42 +209,14 @@ def load_sweep(
         raise InputError(
             "is a cluster file (it has executor); expected a sweep file, see sweeps/", source=path
         )
-    _drop_gone(tables)
-    if frozen:
-        _drop_all_gone(tables)
     sweep = _parse(SweepSpec, path, tables, overrides, check_paths=check_paths)
     check_columns(sweep, path, check_paths=check_paths)
     return sweep
 
 
-def _drop_gone(tables: dict[str, Any]) -> None:
-    """Drop keys that only earlier versions had, if they have their default."""
-    for (table, key), usual in GONE.items():
-        if _table_in(tables, table).get(key) == usual:
-            del tables[table][key]
-
-
-def _drop_all_gone(tables: dict[str, Any]) -> None:
-    """Drop what only earlier versions had from a run's file: keys and values, in variants too."""
-    columns = _table_in(_table_in(tables, "study"), "variants")
-    for table, key in (*GONE, *GONE_VALUES):
-        places = [(_table_in(tables, table), key)]
-        places += [(_table_in(columns, column), f"{table}.{key}") for column in columns]
-        for inner, name in places:
-            if inner.get(name) in GONE_VALUES.get((table, key), (inner.get(name),)):
-                inner.pop(name, None)
-
-
-def _table_in(tables: dict[str, Any], name: str) -> dict[str, Any]:
-    inner = tables.get(name)
-    return inner if isinstance(inner, dict) else {}
-
-
 def load_frozen_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepSpec:
-    """Read the sweep of a run: an earlier version's, too, and with data on another machine."""
-    return _naming_overrides(
-        lambda given: load_sweep(path, given, check_paths=False, frozen=True), overrides
-    )
+    """Read the sweep of a run, whose data may be on another machine."""
+    return _naming_overrides(lambda given: load_sweep(path, given, check_paths=False), overrides)
 
 
 # keys that only affect Slurm jobs
@@ -287,13 +244,13 @@ def idle_cluster_keys(cluster: ClusterSpec) -> Iterator[tuple[str, str]]:
         yield "device_memory_gb", why
 
 
-def load_cluster(path: Path, overrides: Sequence[str] = (), *, frozen: bool = False) -> ClusterSpec:
+def load_cluster(path: Path, overrides: Sequence[str] = ()) -> ClusterSpec:
     """Read and check a cluster file; see `load_sweep`."""
     tables = read_toml(path)
     if isinstance(tables.get("workload"), dict):
         message = "is a sweep file (it has [workload]); expected a cluster file"
         raise InputError(f"{message}, see slurm_templates/", source=path)
-    cluster = _parse(ClusterSpec, path, tables, overrides, frozen=frozen)
+    cluster = _parse(ClusterSpec, path, tables, overrides)
     _refuse_without_effect(cluster, overrides)
     of_slurm = [key for key in _OF_SLURM if key in cluster.model_fields_set]
     if of_slurm and "executor" not in cluster.model_fields_set:
@@ -305,8 +262,8 @@ def load_cluster(path: Path, overrides: Sequence[str] = (), *, frozen: bool = Fa
 
 
 def load_frozen_cluster(path: Path, overrides: Sequence[str] = ()) -> ClusterSpec:
-    """Read the cluster of a run, also from when options of [sbatch] could replace a key."""
-    return _naming_overrides(lambda given: load_cluster(path, given, frozen=True), overrides)
+    """Read the cluster of a run."""
+    return _naming_overrides(lambda given: load_cluster(path, given), overrides)
 
 
 def load_together(
@@ -416,12 +373,11 @@ def _parse(
     overrides: Sequence[str],
     *,
     check_paths: bool = True,
-    frozen: bool = False,
 ) -> S:
     for text in overrides:
         override(tables, text)
     try:
-        context: dict[str, Any] = {"check_paths": check_paths, "frozen": frozen}
+        context: dict[str, Any] = {"check_paths": check_paths}
         if isinstance(path, Path):
             context["sweep_folder"] = path.parent
         return kind.model_validate_json(_as_json(path, tables), strict=True, context=context)

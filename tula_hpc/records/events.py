@@ -44,8 +44,6 @@ EventName = Literal[
     "failed",
     "ended",
     "detached",
-    # written by earlier versions only
-    "replanned",
 ]
 Stage = Literal["profile", "plan", "train", "report", "control"]
 
