@@ -33,7 +33,8 @@ from tula_hpc.analysis.planning.candidates import (
     Why,
     predict,
 )
-from tula_hpc.analysis.planning.partitions import fit_parts, of_partition
+from tula_hpc.analysis.planning.objective import objective_of
+from tula_hpc.analysis.planning.partitions import FittedPartitions, fit_parts, of_partition
 from tula_hpc.analysis.run_contents import RunContents, as_planned, evenly, measured_epochs
 from tula_hpc.config import ClusterSpec, SweepSpec, cluster_sizes
 from tula_hpc.errors import InputError, NotEnoughDataError
@@ -148,6 +149,8 @@ class NodeScaling(NamedTuple):
     max_nodes: int = 0
     # measured "nodes" shared one machine
     emulated: bool = False
+    # models of all partitions, from which the rows come; None: they could not be fitted
+    fitted: FittedPartitions | None = None
 
     @property
     def curves(self) -> tuple[ScalingCurve, ...]:
@@ -161,24 +164,27 @@ def no_scaling(why: str) -> NodeScaling:
 
 
 def node_scaling_of(run: RunContents) -> NodeScaling:
-    """Fit models to the partition that a run's plan chose, and predict both kinds of scaling."""
+    """Fit a run's models as for its plan, and predict both kinds of scaling where it chose."""
     if run.plan is None:
         return no_scaling("its batch comes with the plan, and there is none yet")
     if run.sweep is None or run.cluster is None:
         return no_scaling("sweep.toml or cluster.toml is missing or damaged")
+    objective = objective_of(run.plan, run.sweep.objective)
+    sweep = run.sweep.model_copy(update={"objective": objective})
     try:
-        fitted = fit_parts(run.sweep, run.cluster, run.measurements)
+        fitted = fit_parts(sweep, run.cluster, run.measurements)
     except (NotEnoughDataError, InputError) as error:
         return no_scaling(str(error))
     chosen = run.plan.chosen
     names = ("", chosen.partition)
     part = next((part for part in fitted.parts if part.name in names), None)
     if part is None:
-        return no_scaling(f"partition {chosen.partition} of the plan has too few measurements")
+        why = f"partition {chosen.partition} of the plan has too few measurements"
+        return no_scaling(why)._replace(fitted=fitted)
     where = f" on partition {chosen.partition}" if chosen.partition else ""
     measured = of_partition(as_planned(run.measurements, run.plan), part.name)
-    scaling = part_scaling(part, run.sweep, chosen, measured)
-    return scaling._replace(name=f"{run.name}{where}")
+    scaling = part_scaling(part, sweep, chosen, measured)
+    return scaling._replace(name=f"{run.name}{where}", fitted=fitted)
 
 
 def part_scaling(

@@ -50,6 +50,7 @@ from tula_hpc.records.run_directory import holder_of
 
 if TYPE_CHECKING:
     from tula_hpc.analysis.planning.candidates import Partition
+    from tula_hpc.analysis.planning.partitions import FittedPartitions
     from tula_hpc.analysis.what_if import WhatIf
 
 NEW_RUN = (
@@ -79,6 +80,28 @@ def make_plan(
         InputError: A price needs a quantity that is unknown.
     """
     from tula_hpc.analysis.planning.partitions import Trained, fit_parts
+
+    fitted = fit_parts(sweep, cluster, measurements, Trained(metrics, events))
+    return _plan_of(
+        fitted,
+        sweep,
+        cluster,
+        measurements,
+        skipped_lines=skipped_lines,
+        how_to_profile=how_to_profile,
+    )
+
+
+def _plan_of(
+    fitted: FittedPartitions,
+    sweep: SweepSpec,
+    cluster: ClusterSpec,
+    measurements: Sequence[Measurement],
+    *,
+    skipped_lines: int,
+    how_to_profile: str | None,
+) -> Plan:
+    """Make a plan as `make_plan` does, of partitions that are fitted."""
     from tula_hpc.analysis.planning.planner import AGAIN, plan_candidates
     from tula_hpc.analysis.search.confirmation import with_confirmation
     from tula_hpc.analysis.search.propose import propose
@@ -93,7 +116,6 @@ def make_plan(
         awaited.extend(found)
         return found
 
-    fitted = fit_parts(sweep, cluster, measurements, Trained(metrics, events))
     plan = plan_candidates(
         sweep,
         fitted,
@@ -169,7 +191,7 @@ def _answer(options: argparse.Namespace) -> str:
 
 
 def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
-    from tula_hpc.analysis.planning.partitions import Trained
+    from tula_hpc.analysis.planning.partitions import Trained, fit_parts
     from tula_hpc.analysis.what_if import answers
 
     sweep_overrides, cluster_overrides = split_overrides(options.set)
@@ -193,13 +215,13 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
     trained = Trained(read_metrics(run.train().metrics_file), events.records)
     refuse_lost_measurements(run, read.records)
     try:
-        plan = make_plan(
+        fitted = fit_parts(sweep, cluster, read.records, trained)
+        plan = _plan_of(
+            fitted,
             sweep,
             cluster,
             read.records,
-            read.skipped,
-            metrics=trained.metrics,
-            events=trained.events,
+            skipped_lines=read.skipped,
             how_to_profile=how_to_profile,
         )
     except InputError as error:
@@ -214,7 +236,7 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
     text = f"{_as_text(plan, cluster, read.records, run)}\n{_how_to_train(options, run, trains_otherwise)}"
     if not options.what_if:
         return text
-    return f"{text}\n\n{_what_if(answers(sweep, cluster, read.records, plan, trained))}"
+    return f"{text}\n\n{_what_if(answers(sweep, fitted, plan))}"
 
 
 def _trains_otherwise(

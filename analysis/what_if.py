@@ -7,7 +7,7 @@ planner's own functions choose again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -23,11 +23,11 @@ from tula_hpc.analysis.planning.candidates import (
 from tula_hpc.analysis.planning.constraints import constrain, nearest_outside
 from tula_hpc.analysis.planning.knee import TimeCurves, knee_curves
 from tula_hpc.analysis.planning.objective import choose, objective_of
-from tula_hpc.analysis.planning.partitions import FittedPartitions, Trained, fit_parts, prefixed
+from tula_hpc.analysis.planning.partitions import FittedPartitions, prefixed
 from tula_hpc.analysis.run_contents import RunContents
-from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.config import SweepSpec
 from tula_hpc.formatting import HOUR_S, format_duration, format_money, plural
-from tula_hpc.records import Candidate, Measurement, Plan
+from tula_hpc.records import Candidate, Plan
 
 # factors on the price of the chosen nodes
 PRICES = (0.5, 2.0)
@@ -58,35 +58,23 @@ class WhatIf(NamedTuple):
     nearest: Candidate | None = None
 
 
-def what_if(run: RunContents) -> list[WhatIf]:
-    """Answer all questions for a run's plan, with the plan itself as the first row.
-
-    Empty without a plan, or if the models, fitted again, choose otherwise: the plan then comes from
-    another version or from other measurements.
-    """
-    if run.plan is None or run.sweep is None or run.cluster is None:
+def what_if(run: RunContents, fitted: FittedPartitions | None) -> list[WhatIf]:
+    """Answer all questions for a run's plan; none without a plan or models, see `answers`."""
+    if run.plan is None or run.sweep is None or fitted is None:
         return []
     try:
-        return answers(run.sweep, run.cluster, run.measurements, run.plan)
+        return answers(run.sweep, fitted, run.plan)
     except Exception:  # noqa: BLE001 - records may be old or damaged; the report needs no what-if
         return []
 
 
-def answers(
-    sweep: SweepSpec,
-    cluster: ClusterSpec,
-    measurements: Sequence[Measurement],
-    plan: Plan,
-    trained: Trained | None = None,
-) -> list[WhatIf]:
-    """Fit the models and answer as in `what_if`; `trained` as the plan was made with.
+def answers(sweep: SweepSpec, fitted: FittedPartitions, plan: Plan) -> list[WhatIf]:
+    """Answer all questions for a plan, with the plan itself as the first row.
 
-    Raises:
-        NotEnoughDataError: There are too few measurements.
-        InputError: A price needs a quantity that is unknown.
+    Empty if the models choose otherwise: the plan then comes from another version or from other
+    measurements.
     """
     sweep = sweep.model_copy(update={"objective": objective_of(plan, sweep.objective)})
-    fitted = fit_parts(sweep, cluster, measurements, trained)
     question = _Question(sweep, fitted, knee_curves(fitted.parts, sweep, with_draws=False))
     usual = question.ask("as planned")
     same = usual.chosen is not None and (usual.chosen.partition, usual.chosen.configuration) == (

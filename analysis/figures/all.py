@@ -83,10 +83,10 @@ def draw_all(run: RunContents) -> Figures:
 
     With several partitions, the Pareto front shows all of them, other figures the chosen one.
     """
+    figures = Figures([], [], _scaling(run))
     run = run.in_figures()
     chosen_only = run.of_chosen_partition()
     partition = run.plan.chosen.partition if run.plan else ""
-    figures = Figures([], [], _scaling(chosen_only))
     for name, draw in FIGURES.items():
         if draw in (draw_strong_scaling, draw_weak_scaling):
             # both figures share one prediction, so that its models are fitted once

@@ -83,7 +83,7 @@ def write_report(run: RunDirectory) -> list[Path]:
 
 def _page(contents: RunContents, drawn: Figures, files: Mapping[str, bytes]) -> dict[str, Any]:
     shown, more = _shown_and_more(grouped(doubts(contents)))
-    others = what_if(contents)
+    others = what_if(contents, drawn.scaling and drawn.scaling.fitted)
     page = {
         **shared_content(contents.name, contents.events, drawn, files),
         "subtitle": _subtitle(contents),

@@ -11,6 +11,7 @@ import pytest
 from tests.planning_data import SWEEP_FILE, cluster, grid, sweep
 from tula_hpc.analysis.plan import main, make_plan
 from tula_hpc.analysis.planning.knee import batches_up_to
+from tula_hpc.analysis.planning.partitions import FittedPartitions, fit_parts
 from tula_hpc.analysis.report.tables import WHAT_IF_COLUMNS, not_possible, nothing_changes, what_if_table
 from tula_hpc.analysis.what_if import WhatIf, answers
 from tula_hpc.config import SweepSpec
@@ -23,8 +24,13 @@ PRICED = cluster(max_nodes=4, pricing={"usd_per_node_hour": 2.0})
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, WhatIf]:
-    return {row.change: row for row in answers(SPEC, PRICED, ROWS, make_plan(SPEC, PRICED, ROWS))}
+def fitted() -> FittedPartitions:
+    return fit_parts(SPEC, PRICED, ROWS)
+
+
+@pytest.fixture(scope="module")
+def found(fitted: FittedPartitions) -> dict[str, WhatIf]:
+    return {row.change: row for row in answers(SPEC, fitted, make_plan(SPEC, PRICED, ROWS))}
 
 
 def with_objective(**changes: Any) -> SweepSpec:
@@ -93,10 +99,10 @@ def test_half_the_cost_is_kept_or_said_to_be_impossible(found: dict[str, WhatIf]
         alike(half.chosen, make_plan(with_objective(budget=0.5 * planned.cost), PRICED, ROWS).chosen)
 
 
-def test_a_plan_of_other_measurements_is_asked_nothing() -> None:
+def test_a_plan_of_other_measurements_is_asked_nothing(fitted: FittedPartitions) -> None:
     plan = make_plan(SPEC, PRICED, ROWS)
     other = plan.model_copy(update={"chosen": plan.chosen.model_copy(update={"local_batch": 3})})
-    assert answers(SPEC, PRICED, ROWS, other) == []
+    assert answers(SPEC, fitted, other) == []
 
 
 def test_the_command_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

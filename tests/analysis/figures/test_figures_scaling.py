@@ -16,8 +16,10 @@ from tula_hpc.analysis.figures.drawing import Drawing, Missing
 from tula_hpc.analysis.figures.scaling_panels import COLOUR, draw_strong_scaling, draw_weak_scaling
 from tula_hpc.analysis.figures.style import INK, named_ticks, new_figure, styled
 from tula_hpc.analysis.node_scaling import NodeScaling, ScalingCurve, node_scaling_of
+from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.planning.partitions import fit_parts
 from tula_hpc.analysis.run_contents import RunContents, read_run
+from tula_hpc.analysis.what_if import what_if
 
 DRAWN = {"strong": draw_strong_scaling, "weak": draw_weak_scaling}
 QUANTITIES = ("step_time_s", "epoch_time_s", "training_time_s", "speed_up", "efficiency_percent", "node_hours")
@@ -98,15 +100,19 @@ def test_without_a_plan_the_reason_is_said(run: RunContents) -> None:
 
 
 def test_models_are_fitted_once_for_all(run: RunContents, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run.sweep is not None
+    assert run.cluster is not None
+    run = run._replace(plan=make_plan(run.sweep, run.cluster, run.measurements))
     fit = mock.Mock(wraps=fit_parts)
     monkeypatch.setattr(node_scaling, "fit_parts", fit)
     both = {name: figures.FIGURES[name] for name in ("strong_scaling", "weak_scaling")}
     monkeypatch.setattr(figures, "FIGURES", both)
     result = figures.draw_all(run)
     assert [drawing.name for drawing in result.drawings] == [*both]
-    assert fit.call_count == 1
     assert result.scaling is not None
     assert len(result.scaling.curves) == 2
+    assert what_if(run, result.scaling.fitted)
+    assert fit.call_count == 1
 
 
 def test_a_failing_model_costs_only_its_figures(run: RunContents, monkeypatch: pytest.MonkeyPatch) -> None:
