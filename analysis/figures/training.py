@@ -248,7 +248,11 @@ def draw_gradient_scale(run: RunContents) -> Drawing | Missing:
     subject = "gradient variability and scale"
     if not run.trainings:
         return Missing("gradient_scale", subject, "training has not started yet")
-    steps = next(filter(None, map(_scaled_steps, run.trainings)), None)
+    scaled = (
+        [row for row in training.metrics.steps if row.scale_mean is not None]
+        for training in run.trainings
+    )
+    steps = next(filter(None, scaled), None)
     if steps is None:
         return Missing("gradient_scale", subject, "training logged no gradient scale")
     gate = _gate(run.sweep)
@@ -271,10 +275,6 @@ def _gate(sweep: SweepSpec | None) -> float | None:
     # AdaScale has no gate, whatever the keys of AGS say
     has_gate = training.method != "adascale" and training.ags.gate != "none"
     return training.ags.delta if has_gate else math.inf
-
-
-def _scaled_steps(training: Training) -> list[StepMetrics]:
-    return [row for row in training.metrics.steps if row.scale_mean is not None]
 
 
 def _column(steps: Sequence[StepMetrics], field: str) -> npt.NDArray[np.float64]:

@@ -102,7 +102,11 @@ def fit_parts(
         raise NotEnoughDataError(f"plan: {'; '.join(lacks)}")
     critical = critical_batch(measurements, trained.metrics)
     _require_noise(sweep, critical)
-    parts = [_with_noise(part, critical) for part in _corrected(parts, trained)]
+    batch, interval = (critical.batch, critical.interval_90) if critical else (None, None)
+    parts = [
+        part._replace(critical_batch=batch, critical_interval=interval)
+        for part in _corrected(parts, trained)
+    ]
     tables = [_predict(i, *pair, sweep) for i, pair in enumerate(zip(parts, grids, strict=True))]
     return FittedPartitions(tuple(parts), stacked(tables), tuple(warnings), critical)
 
@@ -113,12 +117,6 @@ def _require_noise(sweep: SweepSpec, critical: CriticalBatch | None) -> None:
             'plan: objective.kind = "progress" needs the noise of the gradient, and no profile '
             "could measure it; choose another kind"
         )
-
-
-def _with_noise(part: Partition, critical: CriticalBatch | None) -> Partition:
-    if critical is None:
-        return part._replace(critical_batch=None)
-    return part._replace(critical_batch=critical.batch, critical_interval=critical.interval_90)
 
 
 def _predict(index: int, part: Partition, grid: Grid, sweep: SweepSpec) -> CandidateTable:

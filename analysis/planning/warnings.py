@@ -125,11 +125,6 @@ def about_samples(summary: Summary) -> list[str]:
     return []
 
 
-def about_resume(summary: Summary) -> list[str]:
-    """Say if a script that keeps its state resumes in mid-epoch with other samples."""
-    return [ONE_ITERATOR] if any(profile.one_iterator for profile in summary.profiles) else []
-
-
 def about_missing(
     summary: Summary, search: SearchSpec, pending: Iterable[Configuration], how_to_profile: str
 ) -> list[str]:
@@ -180,10 +175,11 @@ def about_partition(
 ) -> list[Doubt]:
     """List doubts about the measurements and the model of a partition, and missing measurements."""
     far_off = about_model(summary.profiles, model) if model else []
+    one_iterator = any(profile.one_iterator for profile in summary.profiles)
     doubts = [
         *Remedy.MEASURE.doubts(about_measurements(summary, cluster.workers_per_node)),
         *Remedy.CHANGE.doubts(about_samples(summary)),
-        *Remedy.CHANGE.doubts(about_resume(summary)),
+        *Remedy.CHANGE.doubts([ONE_ITERATOR] if one_iterator else []),
         *Remedy.CHANGE.doubts(about_loading(summary.profiles, sweep.workload, chosen)),
         *Remedy.MEASURE.doubts(far_off),
         *Remedy.MEASURE.doubts(about_missing(summary, sweep.search, pending, how_to_profile)),

@@ -397,7 +397,9 @@ def _epochs_to_progress(plan: Plan) -> str:
 
 
 def _table(plan: Plan, width: int) -> Table:
-    shown = [c for c in plan.candidates if _is_near(c, plan.chosen)]
+    least = plan.chosen.global_batch / NEIGHBOUR_FACTOR
+    most = plan.chosen.global_batch * NEIGHBOUR_FACTOR
+    shown = [c for c in plan.candidates if least <= c.global_batch <= most]
     shown.sort(key=lambda c: (c.global_batch, c.nodes, c.partition))
     captions = []
     if plan.pareto:
@@ -421,11 +423,6 @@ def _table(plan: Plan, width: int) -> Table:
         styles.append(style)
     add_columns(table, _columns(plan, shown), width, styles)
     return table
-
-
-def _is_near(candidate: Candidate, chosen: Candidate) -> bool:
-    ratio = candidate.global_batch / chosen.global_batch
-    return 1 / NEIGHBOUR_FACTOR <= ratio <= NEIGHBOUR_FACTOR
 
 
 def _columns(plan: Plan, shown: Sequence[Candidate]) -> list[TextColumn]:

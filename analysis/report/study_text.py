@@ -263,17 +263,13 @@ def _counts(entry: Entry) -> list[str]:
 
 def plain_text(table: StudyTable) -> str:
     """Return the table for a terminal: one line for each method, test accuracy only."""
-    rows = _rows(table, _short_cell, ", ")
+    rows = _rows(table, lambda entry: ", ".join([_marked(entry), *_counts(entry)]), ", ")
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
-
-
-def _short_cell(entry: Entry) -> str:
-    return ", ".join([_marked(entry), *_counts(entry)])
 
 
 def latex(table: StudyTable) -> str:

@@ -176,20 +176,18 @@ def profiling_cost(run: RunContents) -> str:
 
 
 def used_by_profiling(run: RunContents) -> dict[str, float]:
-    """Return node-seconds of profile jobs by partition; accounting's if it has all these jobs."""
-    return _accounted(run, "profile") or _noted_of_profiling(run)
+    """Return node-seconds of profile jobs by partition.
 
-
-def _accounted(run: RunContents, stage: str) -> dict[str, float]:
-    """Return accounting's node-seconds by partition; empty unless it has the end of every job."""
-    jobs = {job.job_id: job for job in RunHistory(run.events).submissions(stage)}
-    of_stage = [account for account in run.accounts if account.job_id in jobs]
+    They are accounting's if it has the end of every one of these jobs.
+    """
+    jobs = {job.job_id: job for job in RunHistory(run.events).submissions("profile")}
+    accounts = [account for account in run.accounts if account.job_id in jobs]
     # a requeued job has an account for each run, of which the last one counts
-    is_over = {account.job_id: account.over for account in of_stage}
-    if is_over.keys() != jobs.keys() or not all(is_over.values()):
-        return {}
+    is_over = {account.job_id: account.over for account in accounts}
+    if not jobs or is_over.keys() != jobs.keys() or not all(is_over.values()):
+        return _noted_of_profiling(run)
     return _by_partition(
-        (jobs[account.job_id].partition or "", account.node_seconds) for account in of_stage
+        (jobs[account.job_id].partition or "", account.node_seconds) for account in accounts
     )
 
 

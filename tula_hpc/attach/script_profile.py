@@ -63,7 +63,7 @@ from tula_hpc.profiling.meters import (
 from tula_hpc.profiling.probes import PASSES
 from tula_hpc.profiling.record import describe
 from tula_hpc.profiling.timing import least_timed, warm_up, within
-from tula_hpc.records import Configuration, Identity, Measurement, MemoryUse
+from tula_hpc.records import Configuration, Identity, Measurement
 from tula_hpc.records.base import Record
 
 # steps until a loader has settled, and where the timing of a part begins and ends
@@ -341,9 +341,10 @@ class ScriptProfile(MeasuredSteps):
         identity = self._identity()
         share = batch_share(self.forward_samples, settings.forward_batch, self.loader_mean)
         found = describe(self.configuration, settings.cluster, self.env) | self.course.measured()
+        model, optimizer = self.found
         return Measurement(
             status="ok",
-            memory=largest_over_workers(self, self._memory_use()),
+            memory=largest_over_workers(self, self.memory.use(model, self.parameters, optimizer)),
             watts_per_node=self.power.mean(),
             dataset_samples=settings.samples,
             # a script that takes several passes in a step may leave out the last ones of an epoch
@@ -376,10 +377,6 @@ class ScriptProfile(MeasuredSteps):
         # −1 for a worker that has seen no pause is less than any other worker's time
         (longest,) = self.agree(-1.0 if mine is None else mine)
         return None if longest < 0.0 else longest
-
-    def _memory_use(self) -> MemoryUse:
-        model, optimizer = self.found
-        return self.memory.use(model, self.parameters, optimizer)
 
     def _identity(self) -> Identity:
         """Return the identity of the model and its code, by the parameters that are trained.

@@ -218,10 +218,11 @@ def _judge_nodes(cluster: ClusterSpec, site: Site) -> Verdict:
     fitting = [each for each in site.nodes if each.usable and not _misfits(cluster, each, site)]
     count = sum(each.count for each in fitting)
     if count == 0:
-        reasons = sorted(
-            {reason for each in site.nodes for reason in _reasons(cluster, each, site)}
-        )
-        found = "no node fits a job: " + ("; ".join(reasons) or "the partition shows none")
+        reasons: set[str] = set()
+        for each in site.nodes:
+            state = f"{plural(each.count, 'node')} {each.state}"
+            reasons.update(_misfits(cluster, each, site) or [state])
+        found = "no node fits a job: " + ("; ".join(sorted(reasons)) or "the partition shows none")
         return failed(Topic.NODES, found, "ask for what a node has, or use another partition")
     limits = _limits_in_force(cluster, site)
     fit = f"jobs fit {plural(count, 'node')} of the partition"
@@ -237,11 +238,6 @@ def _judge_nodes(cluster: ClusterSpec, site: Site) -> Verdict:
         return warning(Topic.NODES, found, f"set max_nodes = {most}, or larger jobs never start")
     idle = sum(each.count for each in fitting if each.state.lower().startswith("idle"))
     return ok(Topic.NODES, f"{fit}, {idle} idle")
-
-
-def _reasons(cluster: ClusterSpec, nodes: Nodes, site: Site) -> list[str]:
-    misfits = _misfits(cluster, nodes, site)
-    return misfits or [f"{plural(nodes.count, 'node')} {nodes.state}"]
 
 
 def _misfits(cluster: ClusterSpec, nodes: Nodes, site: Site) -> list[str]:

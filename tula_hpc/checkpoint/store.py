@@ -342,8 +342,9 @@ def _write_checkpoint(file: IO[bytes], state: dict[str, Any]) -> None:
 
 def _read_verified(path: Path) -> bytes:
     """Return the payload of an owned, undamaged file."""
-    # Path.open takes no opener
-    with open(path, "rb", opener=_open_carefully) as file:
+    # neither follow a link, nor wait for the writer of a pipe; Path.open takes no opener
+    careful = os.O_NOFOLLOW | os.O_NONBLOCK
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | careful)) as file:
         status = os.fstat(file.fileno())
         _check_ours(path, status)
         header = file.read(_HEADER.size)
@@ -368,11 +369,6 @@ def _check_folder(folder: Path) -> None:
     """Refuse files that someone else may have put there, or may exchange."""
     if reason := mistrust(folder):
         raise CheckpointError(f"{folder}: {reason}")
-
-
-def _open_carefully(path: str, flags: int) -> int:
-    """Open without following a link, or waiting for a writer if the path is a named pipe."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _check_ours(path: Path, status: os.stat_result) -> None:

@@ -52,7 +52,8 @@ class EndingController(Controller):
         return codes
 
     def _end_after_a_failure(self, tasks: Sequence[Any]) -> None:
-        while _running(tasks) and not _has_failed(tasks):
+        fine = (None, 0, LOCAL_REQUEUE_RETURN_CODE)
+        while _running(tasks) and all(task.poll() in fine for task in tasks):
             time.sleep(POLL_S)
         deadline = time.monotonic() + GRACE_S
         while _running(tasks) and time.monotonic() < deadline:
@@ -64,10 +65,6 @@ class EndingController(Controller):
 
 def _running(tasks: Sequence[Any]) -> list[int]:
     return [rank for rank, task in enumerate(tasks) if task.poll() is None]
-
-
-def _has_failed(tasks: Sequence[Any]) -> bool:
-    return any(task.poll() not in (None, 0, LOCAL_REQUEUE_RETURN_CODE) for task in tasks)
 
 
 if __name__ == "__main__":

@@ -488,15 +488,16 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
 
     def _scale_and_step(self) -> None:
         look = self._look()
-        if look is not None and fits(self.base, look.gradients) and self._has_factor(look):
+        if (
+            look is not None
+            and fits(self.base, look.gradients)
+            and any(self._scale.factor(parameter) is not None for parameter in look.gradients)
+        ):
             with torch.no_grad():
                 scale_and_step(self.base, look.share, look.gradients, self._factors(look))
         else:
             self._scale_gradients(look)
             self.base.step()
-
-    def _has_factor(self, look: _Look) -> bool:
-        return any(self._scale.factor(parameter) is not None for parameter in look.gradients)
 
     def _scale_gradients(self, look: _Look | None) -> None:
         if look is not None:

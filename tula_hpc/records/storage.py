@@ -161,11 +161,11 @@ def _nested_records(kind: type[BaseModel]) -> tuple[str, ...]:
         name: (field.annotation, *get_args(field.annotation))
         for name, field in kind.model_fields.items()
     }
-    return tuple(name for name, types in kinds.items() if any(map(_is_record, types)))
-
-
-def _is_record(kind: object) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
+    return tuple(
+        name
+        for name, types in kinds.items()
+        if any(isinstance(each, type) and issubclass(each, BaseModel) for each in types)
+    )
 
 
 def lines_of(path: Path) -> Iterator[bytes]:

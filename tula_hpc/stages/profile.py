@@ -101,7 +101,9 @@ def _profile_parts(sweep: Sweep) -> None:
     if not good:
         raise StageError(f"profile: {_why_nothing(sweep, failures)}")
     if wrong := _wrong(failures):
-        raise StageError(f"profile: {describe_failures(wrong)}{_on_arguments(sweep, wrong)}")
+        is_scripts = sweep.spec.workload.is_script and wrong[-1].failure is Failure.BAD_INPUT
+        advice = f"\n{OTHER_ARGUMENTS}" if is_scripts else ""
+        raise StageError(f"profile: {describe_failures(wrong)}{advice}")
 
 
 def _why_nothing(sweep: Sweep, failures: Sequence[Ended]) -> str:
@@ -129,11 +131,6 @@ def _requeues(sweep: Sweep, jobs: Sequence[Submitted]) -> list[str]:
         for job in jobs
         if (count := times_out(job))
     ]
-
-
-def _on_arguments(sweep: Sweep, wrong: Sequence[Ended]) -> str:
-    is_scripts = sweep.spec.workload.is_script and wrong[-1].failure is Failure.BAD_INPUT
-    return f"\n{OTHER_ARGUMENTS}" if is_scripts else ""
 
 
 def _wrong(failures: Sequence[Ended]) -> list[Ended]:
@@ -339,7 +336,9 @@ def _record_end(part: Sweep, job: Submission, end: Ended) -> bool:
     preempted = end.failure is Failure.PREEMPTED
     if blamed is not None and _is_an_attempt(part, blamed, end):
         record = failed_measurement(part.cluster, blamed, end, part.partition)
-        record = record.model_copy(update={"accumulation": _last_passes(output)})
+        notes = read_records(JobNote, [notes_file(output)]).records
+        passes = notes[-1].accumulation if notes else None
+        record = record.model_copy(update={"accumulation": passes})
         # dated back: the user may have removed the cause since that earlier command
         if job.submitted_at < part.started_at:
             record = record.model_copy(update={"finished_at": job.submitted_at})
@@ -472,11 +471,6 @@ def _new_output(part: Sweep, nodes: int, group: Sequence[Configuration]) -> Path
     path = next(path for path in paths if not path.exists())
     path.touch(mode=0o600)
     return path
-
-
-def _last_passes(output: Path) -> int | None:
-    notes = read_records(JobNote, [notes_file(output)]).records
-    return notes[-1].accumulation if notes else None
 
 
 def blamed_configuration(group: Sequence[Configuration], output: Path) -> Configuration | None:

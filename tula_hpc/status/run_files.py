@@ -122,17 +122,13 @@ def read_facts(run: RunDirectory) -> Facts:
         RunDirectoryError: The directory does not exist, holds no run, or cannot be read.
     """
     try:
-        _refuse_no_run(run)
+        if not run.sweep_file.exists() and not run.events_file.exists():
+            raise RunDirectoryError(not_a_run(run.root), source=run.root)
         return _read(run)
     except OSError as error:
         raise RunDirectoryError(
             f"cannot be read: {in_words(error)}", source=error.filename or run.root
         ) from None
-
-
-def _refuse_no_run(run: RunDirectory) -> None:
-    if not run.sweep_file.exists() and not run.events_file.exists():
-        raise RunDirectoryError(not_a_run(run.root), source=run.root)
 
 
 def _read(run: RunDirectory) -> Facts:
@@ -252,8 +248,9 @@ def _try(read: Callable[[], Read], doubts: list[str]) -> Read | None:
 def _labels(run: RunDirectory) -> list[str]:
     root = run.root / "train"
     folders = [path for path in (*root.glob("*"), *root.glob("*/*")) if path.is_dir()]
-    named = [path.relative_to(root).as_posix() for path in folders if _is_training(path)]
-    return sorted(named)
+    files = ("metrics.jsonl", "result.json", "checkpoints")
+    trainings = (path for path in folders if any((path / name).exists() for name in files))
+    return sorted(path.relative_to(root).as_posix() for path in trainings)
 
 
 def _without_scores(spec: SweepSpec | None, training: TrainingFacts | None) -> list[str]:
@@ -261,10 +258,6 @@ def _without_scores(spec: SweepSpec | None, training: TrainingFacts | None) -> l
     if spec is None or result is None or not spec.workload.is_script or not spec.workload.metric:
         return []
     return [] if result.is_scored else [WITHOUT_SCORES]
-
-
-def _is_training(path: Path) -> bool:
-    return any((path / name).exists() for name in ("metrics.jsonl", "result.json", "checkpoints"))
 
 
 def _training(files: TrainDirectory, label: str, doubts: list[str]) -> TrainingFacts:

@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from types import TracebackType
 
 from tula_hpc.files import write_out
@@ -38,7 +38,7 @@ def watch(look: Callable[[], RunStatus], pause: Callable[[float], None] = time.s
     """
     last = 0
     try:
-        with _display() as display:
+        with ScreenDisplay() if sys.stdout.isatty() else nullcontext(LogDisplay()) as display:
             looks = 0
             while True:
                 status = look()
@@ -51,10 +51,6 @@ def watch(look: Callable[[], RunStatus], pause: Callable[[float], None] = time.s
                 pause(SLURM_PAUSE_S if on_slurm else PAUSE_S)
     except KeyboardInterrupt:
         return last
-
-
-def _display() -> AbstractContextManager[ScreenDisplay | LogDisplay]:
-    return ScreenDisplay() if sys.stdout.isatty() else nullcontext(LogDisplay())
 
 
 class ScreenDisplay:

@@ -194,11 +194,8 @@ def _should_be_saved(file: Path, name: str, work: Path) -> bool:
         return False
     # weights from outside are another training's; other files of the user's are inputs
     files = file.rglob("*") if file.is_dir() else [file]
-    return any(each.suffix in OF_WEIGHTS and not _is_within(each, work) for each in files)
-
-
-def _is_within(file: Path, work: Path) -> bool:
-    return file.resolve().is_relative_to(work.resolve())
+    weights = (each.resolve() for each in files if each.suffix in OF_WEIGHTS)
+    return not all(each.is_relative_to(work.resolve()) for each in weights)
 
 
 def _place_of(work: Path, saved_at: float | None) -> Saved | None:
