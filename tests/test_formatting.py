@@ -87,7 +87,7 @@ def test_a_change_of_nothing_has_no_sign() -> None:
     assert format_percent(-0.0001, signed=True) == format_percent(0.0, signed=True) == "0.0 %"
 
 
-def test_plurals() -> None:
+def test_a_noun_follows_its_number() -> None:
     assert [plural(1, "node"), plural(4, "node"), plural(2, "batch"), plural(20, "epoch")] == [
         "1 node",
         "4 nodes",

@@ -68,7 +68,7 @@ def test_no_module_has_the_name_of_another() -> None:
     assert {name for name, times in names.items() if times > 1} == SHARED_NAMES
 
 
-def test_modules_are_neither_scraps_nor_heaps() -> None:
+def test_modules_are_neither_too_small_nor_too_large() -> None:
     lines = {place(path): len(path.read_text().splitlines()) for path in MODULES}
     assert {name for name, n in lines.items() if n < 60} == SMALL
     assert {name for name, n in lines.items() if n > 500} == LARGE
@@ -110,7 +110,7 @@ def places_that_look_into_events(source: str) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("text", ["x.event == 'ended'", "event.data['label']", "job.event.stage"])
-def test_the_law_knows_what_it_forbids(text: str) -> None:
+def test_the_check_finds_what_it_forbids(text: str) -> None:
     assert list(places_that_look_into_events(text)) == [1]
 
 

@@ -36,7 +36,7 @@ NCCL = (
         (RuntimeError(f"{NCCL}\nLast error:\nCuda failure 1 'invalid argument'"), None),
     ],
 )
-def test_errors_are_told_apart(error: BaseException, failure: Failure | None) -> None:
+def test_errors_are_distinguished(error: BaseException, failure: Failure | None) -> None:
     assert out_of_memory(error) is failure
 
 
@@ -50,7 +50,7 @@ def test_errors_are_told_apart(error: BaseException, failure: Failure | None) ->
         "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
     ],
 )
-def test_where_little_memory_is_free_what_has_several_causes_is_want_of_memory(
+def test_with_little_free_memory_an_ambiguous_error_is_lack_of_memory(
     words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for free, failure in ((0.01, Failure.DEVICE_OOM), (0.5, None)):
@@ -58,7 +58,7 @@ def test_where_little_memory_is_free_what_has_several_causes_is_want_of_memory(
         assert out_of_memory(RuntimeError(words)) is failure
 
 
-def test_other_errors_are_none_however_little_memory_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_no_lack_of_memory_however_little_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tula_hpc.process_memory.free_device_share", lambda: 0.0)
     assert out_of_memory(RuntimeError("CUDA error: device-side assert triggered")) is None
 
@@ -80,7 +80,7 @@ def test_memory_that_the_allocator_holds_but_nobody_uses_is_free(
     assert free_device_share() == pytest.approx(share)
 
 
-def test_of_a_gpu_that_answers_no_more_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_gpu_that_answers_no_more_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> tuple[int, int]:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 

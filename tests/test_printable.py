@@ -37,7 +37,7 @@ ANY = st.text(st.one_of(st.characters(), st.sampled_from("\0\x1b\x7f\x9b\u2028\u
 
 @given(text=ANY)
 @fuzz(300)
-def test_whatever_it_is_it_can_be_shown_and_is_changed_once(text: str) -> None:
+def test_any_text_can_be_shown_and_is_changed_once(text: str) -> None:
     shown = printable(text)
     assert not CONTROL.search(shown)
     assert printable(shown) == shown
@@ -53,7 +53,7 @@ def test_json_stays_the_same_json(text: str, key: str) -> None:
         assert json.loads(printable(json.dumps(value, ensure_ascii=ascii_only))) == value
 
 
-def test_what_is_no_control_character_stays_as_it_is() -> None:
+def test_text_without_control_characters_stays_as_it_is() -> None:
     text = "naïve 北京 😀 العربية\ta \\x1b C:\\new\n"
     assert printable(text) == text
     assert printable("one\r\ntwo\r\n") == "one\ntwo\n"
@@ -133,7 +133,7 @@ def test_a_summary_takes_no_markup_and_sends_nothing_to_the_terminal(
     assert "[red][/][link=file:///]x[/link]" in check_shown(capsys, colours=True)
 
 
-def test_a_bar_takes_no_markup_and_what_is_said_meanwhile_is_cleaned(
+def test_a_bar_takes_no_markup_and_lines_printed_meanwhile_are_cleaned(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -209,7 +209,7 @@ def test_a_report_holds_no_control_characters(run: RunDirectory, capsys: pytest.
     assert r"\x1b]0;owned\x07" in page
 
 
-def test_no_words_in_a_figure_keep_it_from_being_drawn() -> None:
+def test_a_figure_is_drawn_whatever_its_text() -> None:
     """XML cannot contain some of these characters."""
     from matplotlib.figure import Figure
 
@@ -249,7 +249,7 @@ def test_a_studys_report_holds_no_control_characters(
     check_report(run.report)
 
 
-def test_records_keep_what_was_said(tmp_path: Path) -> None:
+def test_records_keep_the_original_text(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     run.log_event("failed", "train", detail=HOSTILE)
     assert run.events()[-1].detail == HOSTILE
@@ -266,7 +266,7 @@ def test_a_currency_is_one_of_two(tmp_path: Path, currency: str) -> None:
     assert str(raised.value).isprintable()
 
 
-def test_who_draws_on_a_terminal_gets_the_stream_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_drawing_on_a_terminal_uses_the_stream_itself(capsys: pytest.CaptureFixture[str]) -> None:
     there = sys.stdout
     with printable_output(), printable_output():
         assert with_own_escapes(sys.stdout) is there

@@ -684,6 +684,6 @@ def test_a_byte_order_mark_is_no_mistake(here: Path) -> None:
     "override",
     ["name=../x", "name=a\nb", "cluster.sbatch.comment=a b", "workload.lr=1e400", "a" + ".a" * 20_000 + "=1"],
 )
-def test_overrides_are_held_to_the_same(here: Path, capsys: pytest.CaptureFixture[str], override: str) -> None:
+def test_overrides_have_the_same_limits(here: Path, capsys: pytest.CaptureFixture[str], override: str) -> None:
     Path("c.toml").write_text('name = "c"')
     assert refusal(capsys, "--cluster", "c.toml", "--set", override, "--dry-run")

@@ -124,19 +124,19 @@ def test_the_script_imports_nothing_of_a_run(folders: dict[str, Path], script: P
 
 
 @pytest.mark.processes
-def test_python_without_its_working_directory_is_as_good(folders: dict[str, Path]) -> None:
+def test_python_without_its_working_directory_works_as_well(folders: dict[str, Path]) -> None:
     with trapped(folders["run"], {*NAMES, "tula_hpc"}):
         assert run(["-P", "-m", "tula_hpc", "status", "."], folders["run"]).returncode == 4
 
 
 @pytest.mark.processes
-def test_an_empty_entry_of_pythonpath_is_no_wish_for_a_strangers_folder(folders: dict[str, Path], script: Path) -> None:
+def test_an_empty_entry_of_pythonpath_adds_no_strangers_folder(folders: dict[str, Path], script: Path) -> None:
     with trapped(folders["run"], NAMES - loaded_by_python_itself() - {"sitecustomize"}):
         assert run([script, "status", "."], folders["run"], PYTHONPATH=":/nowhere:.:").returncode == 4
 
 
 @pytest.mark.processes
-def test_a_folder_that_pythonpath_names_in_full_is_wished_for(tmp_path: Path) -> None:
+def test_a_folder_that_pythonpath_names_in_full_is_used(tmp_path: Path) -> None:
     (tmp_path / "pydantic.py").write_text("raise SystemExit(77)")
     assert run(["-m", "tula_hpc.status", "."], tmp_path, PYTHONPATH=str(tmp_path)).returncode == 77
 
@@ -169,7 +169,7 @@ def test_a_copy_that_is_not_installed_runs_from_its_own_folder(tmp_path: Path, f
 # --- a Python that the package was not installed with
 
 
-def test_a_python_without_the_libraries_is_told_in_a_line_before_any_is_imported(
+def test_a_python_without_the_libraries_gives_one_line_before_any_is_imported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["tula"])
@@ -183,7 +183,7 @@ def test_a_python_without_the_libraries_is_told_in_a_line_before_any_is_imported
     assert line.startswith(f"this Python ({sys.executable}) has no pydantic, which tula_hpc needs: use the tula of the")
 
 
-def test_a_library_that_a_command_misses_later_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_library_that_a_command_misses_later_gives_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     def need(*_: object) -> Any:
         importlib.import_module("no_such_library.part")
 

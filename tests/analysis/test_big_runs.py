@@ -214,7 +214,7 @@ def test_steps_with_a_reading_of_the_noise_are_chosen_first(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("few_are_held")
-def test_whether_gradients_were_scaled_is_told_of_all_steps(tmp_path: Path) -> None:
+def test_all_steps_count_for_whether_gradients_were_scaled(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     add_steps(run, 3 * HELD)
     rows = [parse_metrics(line) for line in run.train().metrics_file.read_bytes().splitlines()]

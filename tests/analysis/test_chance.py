@@ -69,7 +69,7 @@ def test_a_training_learned_nothing_where_its_loss_says_so(
         (0.12, {"dataset": "cifar10", "test_samples": 100}, 1, True),
     ],
 )
-def test_guessing_is_told_by_classes_and_test_samples(
+def test_guessing_is_recognized_by_classes_and_test_samples(
     accuracy: float, keys: dict[str, object], among: int, guessed: bool
 ) -> None:
     assert is_guess(accuracy, DIGITS.model_copy(update=keys), among) == guessed

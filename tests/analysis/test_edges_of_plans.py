@@ -123,7 +123,7 @@ def finished(begun: RunDirectory, searched: list[Measurement]) -> RunDirectory:
 
 
 @pytest.mark.parametrize("arguments", [["--objective", "time"], ["--set", "search.cluster_sizes=[1, 2, 4, 8, 16]"]])
-def test_other_aims_of_a_finished_run_are_not_to_be_had_by_running_it_again(
+def test_running_a_finished_run_again_does_not_serve_other_aims(
     finished: RunDirectory, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same command would measure nothing more, and with other values it is refused for this run directory."""
@@ -143,7 +143,7 @@ def test_the_aim_of_the_run_itself_is_no_other_one(begun: RunDirectory, capsys: 
     assert "run the sweep again" in re.sub(r"\s+", " ", capsys.readouterr().out)
 
 
-def test_what_costs_something_is_not_as_dear_as_what_is_free() -> None:
+def test_a_priced_choice_is_not_called_as_expensive_as_a_free_one() -> None:
     parts = [{"partition": "own", "pricing": {"usd_per_node_hour": 0}}, {"partition": "cloud"}]
     rows = [row.model_copy(update={"partition": name}) for name in ("own", "cloud") for row in CORNERS]
     plan = make_plan(sweep("knee"), cluster(partitions=parts), rows)

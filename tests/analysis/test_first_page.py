@@ -45,7 +45,7 @@ def test_the_page_answers_each_question_once(plan: Plan, tmp_path: Path) -> None
         assert "would be" in why[1], "what is faster and cheaper stands beside the reason"
 
 
-def test_what_would_change_the_choice_is_said_or_that_nothing_would(plan: Plan, tmp_path: Path) -> None:
+def test_the_page_says_what_would_change_the_choice_or_that_nothing_would(plan: Plan, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", stage="plan")
 
     def would(**changes: object) -> list[str]:
@@ -77,7 +77,7 @@ def test_names_in_front_of_a_sentence_keep_their_case() -> None:
     assert as_sentence("none. Or 2.5 times") == "None. Or 2.5 times."
 
 
-def test_a_price_that_nobody_set_is_told_beside_the_cost(plan: Plan, tmp_path: Path) -> None:
+def test_a_price_that_nobody_set_is_named_with_the_cost(plan: Plan, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", stage="plan")
     write_plan(run, plan)
     contents = read_run(run)
@@ -89,7 +89,7 @@ def test_a_price_that_nobody_set_is_told_beside_the_cost(plan: Plan, tmp_path: P
         assert any(text.endswith(message) for text in takes.sentences) == is_said
 
 
-def test_why_not_half_the_batch_is_said_where_it_is_slower(plan: Plan, tmp_path: Path) -> None:
+def test_the_page_says_why_not_half_the_batch_where_it_is_slower(plan: Plan, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", stage="plan")
     contents = read_run(run)
     half = next(c for c in plan.candidates if 2 * c.global_batch == plan.chosen.global_batch)
@@ -105,7 +105,7 @@ def test_why_not_half_the_batch_is_said_where_it_is_slower(plan: Plan, tmp_path:
     ("method", "says", "warns"),
     [("ags", ", so gradients are scaled (training.method", False), ("lbt", None, True)],
 )
-def test_what_is_done_for_a_large_batch_is_said_and_that_nothing_is(
+def test_the_page_says_what_is_done_for_a_large_batch_or_that_nothing_is(
     method: str, says: str | None, warns: bool, tmp_path: Path
 ) -> None:
     spec = sweep("time")
@@ -121,7 +121,7 @@ def test_what_is_done_for_a_large_batch_is_said_and_that_nothing_is(
     assert [doubt.remedy for doubt in doubts_of_it] == [Remedy.CHANGE] * warns
 
 
-def test_where_the_time_goes_is_said_of_the_whole_and_of_a_step(plan: Plan, tmp_path: Path) -> None:
+def test_the_page_says_where_the_time_of_the_whole_and_of_a_step_goes(plan: Plan, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", stage="plan")
     write_plan(run, plan)
     contents = read_run(run)
@@ -140,7 +140,7 @@ def test_a_finished_training_has_nothing_left_to_do(tmp_path: Path) -> None:
     assert page.sections[-1] == ("What to do next", ["Nothing: the training is done."])
 
 
-def test_a_run_whose_last_command_failed_is_to_be_mended_first(tmp_path: Path) -> None:
+def test_a_run_whose_last_command_failed_is_to_be_fixed_first(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", stage="plan")
     run.log_event("failed", "train", detail="bug in job 7\nTraceback")
     (text,) = first_page(read_run(run)).sections[-1].sentences
@@ -159,7 +159,7 @@ def test_a_training_that_failed_is_not_waited_for(tmp_path: Path) -> None:
     assert "Hung in step 7. tula status RUN names the log." in text
 
 
-def test_a_training_is_told_before_its_first_logged_step(tmp_path: Path) -> None:
+def test_a_training_is_shown_before_its_first_logged_step(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", stage="plan")
     run.log_event("submitted", "train", job_id="21", data={"label": "main"})
     assert first_page(read_run(run)).sections[-1].sentences[0].startswith("Wait for the training; ")

@@ -328,7 +328,7 @@ def test_sizes_are_listed_as_in_a_sentence() -> None:
     ]
 
 
-def test_the_reason_is_said_where_nothing_can_be(tmp_path: Path) -> None:
+def test_the_reason_is_given_where_nothing_can_be_scaled(tmp_path: Path) -> None:
     contents = read_run(make_run(tmp_path / "run", stage="plan"))
     alone = [row for row in contents.measurements if row.nodes == 4]
     cases = {

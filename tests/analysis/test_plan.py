@@ -297,7 +297,7 @@ def test_samples_that_full_batches_leave_out_become_a_warning() -> None:
     assert "leave out" not in warnings_of(CORNERS, samples=2 * 1024)
 
 
-def test_batches_that_are_smaller_than_asked_for_are_more() -> None:
+def test_more_batches_are_counted_if_they_are_smaller_than_asked_for() -> None:
     """Such a script cuts its batches by tokens, for example."""
     rows = [row.model_copy(update={"short_batch": True}) for row in CORNERS]
     smaller = [row.model_copy(update={"batch_share": 0.9}) for row in rows]
@@ -318,7 +318,7 @@ def test_a_shorter_last_batch_leaves_out_nothing_and_counts_as_its_share_of_a_st
 
 
 @pytest.mark.parametrize(("left_out", "is_said"), [(1023, True), (1004, True), (1003, False)])
-def test_left_out_samples_are_said_from_one_percent_on(left_out: int, is_said: bool) -> None:
+def test_left_out_samples_are_mentioned_from_one_percent_on(left_out: int, is_said: bool) -> None:
     # the fastest candidate takes batches of 1,024
     samples = 97 * 1024 + left_out
     assert (left_out / samples >= 0.01) == is_said
@@ -582,7 +582,7 @@ def test_measured_power_gives_kilowatt_hours() -> None:
     assert planned().chosen.energy_kwh is None
 
 
-def test_what_a_batch_beyond_the_critical_one_costs_is_said() -> None:
+def test_the_cost_of_a_batch_beyond_the_critical_one_is_stated() -> None:
     def noisy(scale: float) -> list[Measurement]:
         terms = tuple((1.0, scale * factor) for factor in (0.9, 1.0, 1.1))
         return [
@@ -898,7 +898,7 @@ def test_a_study_is_refused_as_one(run: RunDirectory, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.processes
-def test_a_reader_that_has_heard_enough_is_no_error(run: RunDirectory) -> None:
+def test_a_reader_that_closes_the_output_is_no_error(run: RunDirectory) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     command = [sys.executable, "-m", "tula_hpc.analysis.plan", str(run.root)]
@@ -932,7 +932,7 @@ def test_on_a_terminal_signs_and_remarks_are_whole(
     assert ("step" in headings) == (width > 80)
 
 
-def test_the_time_beside_the_cost_is_what_the_cost_is_for(
+def test_the_time_shown_with_the_cost_is_the_one_that_is_paid_for(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(run.root), "--set", "pricing.restart_s=36000"]) == 0
@@ -950,7 +950,7 @@ def test_the_command_counts_torn_lines(run: RunDirectory, capsys: pytest.Capture
     assert "1 damaged line of the measurements" in " ".join(capsys.readouterr().out.split())
 
 
-def test_who_names_another_path_is_told_the_runs_near_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_path_is_refused_with_the_runs_near_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("mine", "other"):
         (tmp_path / "runs" / name).mkdir(parents=True)
@@ -1031,7 +1031,7 @@ def test_a_measured_step_counts_as_measured_and_the_model_keeps_its_own_word() -
     assert 0.9 < candidate.model_step_time_s / candidate.step_time_s < 0.99
 
 
-def test_a_next_best_within_the_intervals_is_said_not_to_be_told_apart() -> None:
+def test_a_next_best_within_the_intervals_is_called_too_close() -> None:
     plan = make_plan(sweep("time"), cluster(), CORNERS)
     next_best = plan.runners_up[0]
 

@@ -259,7 +259,7 @@ def test_a_second_report_replaces_the_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_figure", "no_pages")
-def test_a_program_is_told_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_names_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run", stage="plan")
     assert main([str(run.root), "--json"]) == 0
     output = json.loads(capsys.readouterr().out)
@@ -478,7 +478,7 @@ def test_nodes_differ_only_within_a_partition(tmp_path: Path) -> None:
     assert message.startswith("The nodes differ: A100, V100.")
 
 
-def test_which_memory_was_measured_is_said_by_the_partitions(tmp_path: Path) -> None:
+def test_the_partitions_say_which_memory_was_measured(tmp_path: Path) -> None:
     def memory(**devices: str) -> str:
         tables = [{"partition": name, "device": device} for name, device in devices.items()]
         return dict(how_measured(contents._replace(cluster=ClusterSpec.model_validate({"partitions": tables}))))[
@@ -512,7 +512,7 @@ def test_the_report_says_what_the_plan_says(tmp_path: Path) -> None:
     assert "Without objective.budget, N=1 would be chosen." in words
 
 
-def test_steps_outside_of_their_interval_are_said_first_of_how_sure_it_is(finished: Written) -> None:
+def test_steps_outside_of_their_interval_come_first_under_how_sure(finished: Written) -> None:
     contents = read_run(finished.run)
     (training,) = contents.trainings
     assert contents.plan is not None
@@ -570,7 +570,7 @@ def with_bill(root: Path, elapsed_s: float, within: float = 0.1) -> RunDirectory
 
 
 @pytest.mark.usefixtures("no_figure", "no_pages")
-def test_what_the_training_took_and_cost_is_said_first_and_last(
+def test_the_time_and_cost_of_the_training_are_stated_first_and_last(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = with_bill(tmp_path / "run", 9_000.0, within=0.001)
@@ -605,7 +605,7 @@ def test_damaged_accounting_leaves_the_rest_of_the_report(tmp_path: Path) -> Non
     assert "The training's steps (ags) took" in text
 
 
-def test_the_error_of_what_was_trained_is_the_trainings(finished: Written) -> None:
+def test_the_error_of_a_trained_configuration_is_that_of_its_training(finished: Written) -> None:
     """The error is not that of the profile to which the model was fitted, whether there is a profile or not."""
     made, measured = finished.run.read_plan(), finished.run.measurements().records
     result = TrainResult.model_validate_json(finished.run.train().result_file.read_bytes())
@@ -677,7 +677,7 @@ def test_a_training_counts_only_on_the_partition_where_it_ran(
         (1.0e9, "Training main: the loss ended at 378,000,000, above the ", "train"),
     ],
 )
-def test_a_training_that_blew_up_is_a_warning(
+def test_a_training_that_diverged_is_a_warning(
     tmp_path: Path, factor: float, words: str | None, until: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path / "run")

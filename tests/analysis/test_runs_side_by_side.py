@@ -48,7 +48,7 @@ def test_all_runs_stand_on_one_page_with_their_curves(
     assert {row["run"] for row in rows if row["quantity"] == "chosen_epoch_s"} == {"first", "second"}
 
 
-def test_the_title_tells_the_epochs_as_the_numbers_do() -> None:
+def test_the_title_compares_the_epochs_as_the_numbers_do() -> None:
     def chosen(name: str, seconds: float, low: float, high: float) -> RunCurve:
         return RunCurve(name, {64: seconds}, {}, (64, Interval(seconds, low, high)), [], has_accuracy=False)
 
@@ -76,7 +76,7 @@ def test_the_table_has_a_column_for_each_run_and_no_empty_row(runs: list[RunDire
     assert score[2:] == ("–", "–")
 
 
-def test_runs_of_one_name_are_told_apart(runs: list[RunDirectory], tmp_path: Path) -> None:
+def test_runs_of_one_name_are_distinguished(runs: list[RunDirectory], tmp_path: Path) -> None:
     other = make_run(tmp_path / "first", stage="plan")
     names = [run.name for run in read_runs([runs[0], other])]
     assert len(set(names)) == 2

@@ -125,7 +125,7 @@ def test_a_report_before_the_first_result_says_what_is_missing(tmp_path: Path) -
     assert "ablation of δ: no two columns" in page
 
 
-def test_a_failed_training_is_told_with_its_reason_until_it_is_submitted_again(tmp_path: Path) -> None:
+def test_a_failed_training_is_shown_with_its_reason_until_it_is_submitted_again(tmp_path: Path) -> None:
     run = make_study(tmp_path / "run")
     label = "study/ags-b512-s1"
     run.train(label).result_file.unlink()

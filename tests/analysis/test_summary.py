@@ -54,7 +54,7 @@ def test_the_summary_fits_the_terminal(
     assert ("memory" in text) == (width == 140)
 
 
-def test_an_output_that_was_closed_is_told_to_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_that_was_closed_is_reported_to_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By itself, rich would end the process silently with code 1."""
     run = make_run(tmp_path / "run")
     reading, writing = os.pipe()

@@ -28,7 +28,7 @@ def look(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return run_command(main, arguments, folder)
 
 
-def test_what_is_printed_is_a_sweep_file_but_for_the_epochs(tmp_path: Path) -> None:
+def test_the_output_is_a_sweep_file_that_lacks_only_the_epochs(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text((SCRIPTS / "plain.py").read_text())
     options = ["--batch-size", "16", "--epochs", "2", "--samples", "640"]
@@ -54,7 +54,7 @@ def test_what_is_printed_is_a_sweep_file_but_for_the_epochs(tmp_path: Path) -> N
     assert [line.split()[1] for line in done.stdout.splitlines() if line.endswith("unknown")] == ["epochs", "metric"]
 
 
-def test_a_file_of_init_gets_what_it_lacks(
+def test_the_file_of_init_gets_its_missing_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -130,7 +130,7 @@ def test_the_file_of_another_script_is_refused_before_the_run(
     assert Path("other.toml").read_text() == text
 
 
-def test_a_program_gets_the_same_as_one_object(
+def test_json_has_the_same_in_one_object(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "train.py").touch()
@@ -160,7 +160,7 @@ def test_a_program_gets_the_same_as_one_object(
         ("--lr 1", {}, ["--lr", "1", "--batch-size", "{local_batch}"]),
     ],
 )
-def test_where_no_argument_is_the_batch_one_that_the_script_has_is_suggested(
+def test_without_an_argument_for_the_batch_an_option_of_the_script_is_suggested(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     arguments: str,
@@ -269,21 +269,21 @@ def test_a_traceback_is_shown_from_its_first_line_on(tmp_path: Path, before: str
     assert end_of(log) == "  a list\n" * 11 + "epoch 2\n"
 
 
-def test_a_script_that_fails_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_script_that_fails_gives_one_line(tmp_path: Path) -> None:
     done = look(tmp_path, str(SCRIPTS / "misbehaving.py"), "imports nothing", "4")
     assert (done.returncode, done.stdout) == (1, "")
     assert "ModuleNotFoundError: No module named 'no_such_module' (misbehaving.py:" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(("case", "is_told"), [("one iterator", True), ("shared", False)])
-def test_an_iterator_that_goes_on_from_epoch_to_epoch_is_told(tmp_path: Path, case: str, *, is_told: bool) -> None:
+def test_an_iterator_that_continues_over_epochs_is_reported(tmp_path: Path, case: str, *, is_told: bool) -> None:
     options = ["--batch-size", "8", "--epochs", "100", "--log", "log", case]
     done = look(tmp_path, str(SCRIPTS / "odd_loops.py"), *options)
     assert done.returncode == 0, done.stderr
     assert ("# resume      after an interruption the script may continue with other samples" in done.stdout) is is_told
 
 
-def test_who_has_no_sweep_file_yet_is_told_where_to_choose_the_model_that_counts(tmp_path: Path) -> None:
+def test_without_a_sweep_file_the_message_says_where_to_choose_the_model_that_counts(tmp_path: Path) -> None:
     done = look(tmp_path, str(SCRIPTS / "misbehaving.py"), "feeds a critic", "4")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("misbehaving.py takes 2 batches of its loader for a step of Linear")
@@ -291,12 +291,12 @@ def test_who_has_no_sweep_file_yet_is_told_where_to_choose_the_model_that_counts
     assert f", {key}, and name that file by --into; its output: " in done.stderr
 
 
-def test_what_is_refused_is_said_once(tmp_path: Path) -> None:
+def test_a_refusal_is_printed_once(tmp_path: Path) -> None:
     done = look(tmp_path, str(SCRIPTS / "misbehaving.py"), "spawns", "4")
     assert (done.returncode, done.stderr.count("starts workers of its own")) == (1, 1)
 
 
-def test_a_script_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_script_is_refused(tmp_path: Path) -> None:
     done = look(tmp_path, "gone.py")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"SCRIPT: no such file: {tmp_path / 'gone.py'}\n"

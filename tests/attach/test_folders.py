@@ -88,7 +88,7 @@ def test_a_left_over_deletes_nothing_of_a_later_restart(tmp_path: Path) -> None:
     assert late.load() == "after 40"
 
 
-def test_what_saves_elsewhere_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_saving_elsewhere_is_refused_in_one_line(tmp_path: Path) -> None:
     accelerator = SimpleNamespace(save_state=lambda folder: None, load_state=lambda folder: None)
     writer: Any = Writer(tmp_path / "checkpoints")
     with pytest.raises(InputError, match="automatic_checkpoint_naming"):

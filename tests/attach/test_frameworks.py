@@ -88,7 +88,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_stopped_or_killed_as_well_it_ends_as_undisturbed(tmp_path: Path, alone: Alone, case: Case) -> None:
+def test_a_training_that_is_stopped_or_also_killed_ends_as_undisturbed(
+    tmp_path: Path, alone: Alone, case: Case
+) -> None:
     script, workers, first, arguments, is_killed = case
     whole = alone(script, workers, *arguments)
     scenario = Scenario(tmp_path / "run", workers, arguments, script=script)
@@ -166,7 +168,7 @@ def test_averages_that_are_stopped_in_their_first_epoch_go_on_as_undisturbed(tmp
 
 
 @pytest.mark.parametrize(("how", "steps"), [("--search", 12), ("--finder", 20)])
-def test_a_search_for_a_rate_before_the_training_is_none_of_it(
+def test_a_search_for_a_rate_is_not_part_of_the_training_after_it(
     tmp_path: Path, alone: Alone, how: str, steps: int
 ) -> None:
     """A Tuner searches at each start, a callback only at the first one, whose rate the others keep."""
@@ -190,7 +192,7 @@ def test_with_another_batch_a_framework_begins_anew_and_says_so(tmp_path: Path) 
     assert read_metrics(scenario.run.train().metrics_file).epochs[-1].samples_seen == 2 * 64
 
 
-def test_a_model_that_saves_by_other_names_is_kept_by_its_own(tmp_path: Path) -> None:
+def test_a_model_that_saves_other_names_is_kept_by_its_own_names(tmp_path: Path) -> None:
     """A ViT does that; a Trainer that resumes takes the names as they are."""
     from safetensors.torch import load_file
     from transformers import ViTConfig, ViTForImageClassification

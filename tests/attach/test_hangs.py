@@ -57,7 +57,7 @@ def test_silence_far_beyond_the_longest_so_far_is_a_hang(script: Script) -> None
     assert "no step, batch, evaluation or output of its worker for 3 min" in found[1]
 
 
-def test_short_silence_is_none_however_quick_the_steps_were(script: Script) -> None:
+def test_short_silence_is_no_hang_however_quick_the_steps_were(script: Script) -> None:
     watch = HangWatch(WorkerPeers(None, "x"), 0, 1, LEAST_S)
     assert silent_for(1, script, watch) is None
     assert silent_for(60, script, watch) is None
@@ -107,7 +107,7 @@ TORCH = "/opt/lib/python3.11/site-packages/torch"
         (["utils/data/dataloader.py"], False),
     ],
 )
-def test_where_a_process_is_and_whether_it_waits_for_others(called: list[str], is_collective: bool) -> None:
+def test_frames_say_where_a_process_is_and_whether_it_waits_for_others(called: list[str], is_collective: bool) -> None:
     """Frames are given with the innermost first; the last one in the user's code counts."""
     frames = [(f"{TORCH}/{name}", 9) for name in called]
     found = hangs._innermost([*frames, (SCRIPT, 1), (SCRIPT, 99)])

@@ -171,7 +171,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Scena
     ],
     ids=["two workers", "one", "loader processes and a generator", "accumulation"],
 )
-def test_stopped_or_killed_as_well_it_ends_as_undisturbed(
+def test_a_training_that_is_stopped_or_also_killed_ends_as_undisturbed(
     tmp_path: Path, undisturbed: Callable[..., Scenario], workers: int, arguments: Arguments, is_killed: bool
 ) -> None:
     alone = undisturbed(workers, *arguments)
@@ -249,7 +249,7 @@ def test_with_a_smaller_batch_every_sample_is_seen_once_an_epoch(tmp_path: Path)
     assert [row.samples_seen for row in metrics.epochs] == [SAMPLES, 2 * SAMPLES]
 
 
-def test_around_the_script_nothing_changes(tmp_path: Path, undisturbed: Callable[..., Scenario]) -> None:
+def test_a_script_trains_within_the_project_as_without_it(tmp_path: Path, undisturbed: Callable[..., Scenario]) -> None:
     scenario = Scenario(tmp_path / "run", 2, ())
     assert scenario.start() == [EXITED] * 2
     assert_same(undisturbed(2), scenario)

@@ -126,7 +126,7 @@ def test_a_script_that_takes_no_step_is_given_up(how: str, tmp_path: Path) -> No
     ("how", "began"),
     [("waits apart", "misbehaving.py took more than 5 s "), ("waits apart, and gives up", "the workers wait for each")],
 )
-def test_workers_that_wait_for_each_other_are_told_where(how: str, began: str, tmp_path: Path) -> None:
+def test_workers_that_wait_for_each_other_are_reported_with_their_places(how: str, began: str, tmp_path: Path) -> None:
     step_s = 5.0 if how == "waits apart" else 60.0
     message = misbehave(how, tmp_path, 2, step_s=step_s).message
     assert message.failure is Failure.BAD_INPUT
@@ -155,13 +155,13 @@ def test_steps_are_measured_once_they_take_no_more_passes(accumulation: int | No
     assert outcome.message.steps < 90
 
 
-def test_of_a_data_set_that_makes_batches_the_samples_are_not_known(tmp_path: Path) -> None:
+def test_the_samples_of_a_data_set_of_whole_batches_are_unknown(tmp_path: Path) -> None:
     outcome = misbehave("gives batches", tmp_path)
     assert measurement_of(outcome).local_batch == BATCH
     assert outcome.message.result["samples"] == 0
 
 
-def test_a_process_that_a_script_leaves_goes_with_it(tmp_path: Path) -> None:
+def test_a_process_that_a_script_leaves_behind_ends_with_it(tmp_path: Path) -> None:
     assert misbehave("leaves a process", tmp_path).is_done
     process = int((tmp_path / "work" / "left.pid").read_text())
     with pytest.raises(ProcessLookupError):
@@ -208,7 +208,7 @@ def test_several_workers_have_to_train_together(how: str, tmp_path: Path) -> Non
     assert "does not wrap Linear, the first model that an optimizer trains, in Distrib" in outcome.message.detail
 
 
-def test_slow_steps_that_workers_take_apart_are_told_as_no_steps_of_a_wrapped_model(tmp_path: Path) -> None:
+def test_slow_steps_of_separate_workers_are_reported_as_lacking_a_wrapped_model(tmp_path: Path) -> None:
     message = misbehave("trains apart slowly", tmp_path, world=2, step_s=5.0).message
     assert "until its first optimizer step of a model in DistributedDataParallel" in message.detail
 
@@ -220,7 +220,7 @@ def test_several_workers_may_search_for_a_rate_each_by_itself_before_they_train_
     assert (result["wrapped"], result["optimizer"], result["others"]) == (True, "SGD", [])
 
 
-def test_a_batch_that_no_tensor_tells_is_the_one_that_was_asked_for(tmp_path: Path) -> None:
+def test_a_batch_that_no_tensor_shows_counts_as_the_one_asked_for(tmp_path: Path) -> None:
     search = QUICK.model_copy(update={"warmup_steps": 3})
     (outcome,) = profiled(MISBEHAVING, ("draws neighbours", str(BATCH)), tmp_path, search=search)
     assert outcome.is_done, outcome.message.detail
@@ -314,7 +314,7 @@ def test_a_script_that_divides_its_passes_among_its_workers_is_told_what_to_do(t
     assert "asked for 4 samples a forward pass, Linear got 2: it divides its batch among its workers" in batch.detail
 
 
-def test_workers_that_all_go_through_all_samples_are_told_from_those_that_share_them(tmp_path: Path) -> None:
+def test_workers_that_all_see_all_samples_are_distinguished_from_those_that_share_them(tmp_path: Path) -> None:
     found = {}
     for how, counts in (("shares no data", True), ("shares no data", False), ("shares its data", True)):
         folder = tmp_path / f"{how} {counts}"
@@ -362,7 +362,7 @@ def test_a_network_of_nccl_that_fails_is_no_mistake_of_the_script(last: str, fai
     assert failed_by(RuntimeError(f"{words}\nLast error:\n{last}")).failure is failure
 
 
-def test_workers_that_take_part_in_different_collectives_are_told_so() -> None:
+def test_different_collectives_of_workers_are_reported() -> None:
     """gloo prints this if one worker calls all_reduce within `if rank == 0` while the others exchange gradients."""
     words = (
         "[enforce fail at tcp/pair.cc:456] op.preamble.length <= op.nbytes. 9476 vs 4. Received data size doesn't match"
@@ -387,14 +387,14 @@ def test_the_worker_that_failed_first_explains_the_others(tmp_path: Path) -> Non
     assert time.monotonic() - started < 150
 
 
-def test_a_worker_that_ends_early_is_told_with_those_that_wait_for_it(tmp_path: Path) -> None:
+def test_a_worker_that_ends_early_is_reported_with_those_that_wait_for_it(tmp_path: Path) -> None:
     message = misbehave("lets one end", tmp_path, 2).message
     assert message.failure is Failure.BAD_INPUT
     assert message.detail.startswith("misbehaving.py ended before its first optimizer step; expected optimizer.step()")
     assert re.search(r"; that was rank 1, while rank 0 is at misbehaving.py:\d+, `", message.detail), message.detail
 
 
-def test_of_workers_that_lose_one_that_has_finished_the_number_of_batches_is_told() -> None:
+def test_a_peer_lost_because_it_had_finished_is_reported_with_its_number_of_batches() -> None:
     """This happens with shares of different sizes; trying again would end the same."""
     place = Place(file=MISBEHAVING, line=1, is_collective=True)
     done = ProcessEnd(rank=0, message=ProcessMessage(state="done", steps=33, result={"end": "exited"}), log="log")
@@ -411,7 +411,7 @@ def test_of_workers_that_lose_one_that_has_finished_the_number_of_batches_is_tol
     assert worst([stopped, lost]).message.failure is Failure.KILLED
 
 
-def test_a_syntax_error_that_only_a_job_sees(tmp_path: Path) -> None:
+def test_a_syntax_error_that_only_a_job_sees_is_bad_input(tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text("import nothing_yet\nthis is no Python\n")
     outcome = misbehave("any", tmp_path, script=script)

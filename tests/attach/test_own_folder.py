@@ -144,7 +144,7 @@ def save_elsewhere(_: int, own: Path) -> None:
         torch.save({}, own.parent.with_name(name))
 
 
-def test_it_is_noted_that_a_script_saved_wherever_it_did(tmp_path: Path) -> None:
+def test_a_save_of_a_script_is_noted_wherever_it_was(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     own = own_folder(tmp_path / "own" / "work", tmp_path / "home")
     assert last_saved_in(own) is None
@@ -153,7 +153,7 @@ def test_it_is_noted_that_a_script_saved_wherever_it_did(tmp_path: Path) -> None
     assert [place.step for place in places_saved_in(own)] == [3, 5]
 
 
-def test_what_a_script_writes_over_stays_in_its_folder(home: Path, tmp_path: Path) -> None:
+def test_overwritten_files_stay_in_the_scripts_folder(home: Path, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in home.rglob("*") if path.is_file()}
     own = own_folder(tmp_path / "run" / "own", home)
     start_workers(1, write_over, own)

@@ -178,7 +178,7 @@ def test_random_numbers_are_noted_at_each_batch_only_where_a_library_loads_ahead
     assert len(noted) == ahead * (len(batches) + 1)
 
 
-def test_numbers_of_numpy_are_read_anew_only_once_they_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numpys_random_state_is_read_again_only_after_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     get_state: Any = np.random.get_state
 

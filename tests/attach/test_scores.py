@@ -71,7 +71,7 @@ def test_accuracies_are_percent_if_one_is_above_1_or_has_the_sign(
     assert [row[1] for row in known(files)] == pytest.approx(accuracies)
 
 
-def test_what_a_killed_start_took_for_shares_is_percent_once_a_later_one_shows_that(files: TrainDirectory) -> None:
+def test_scores_of_a_killed_start_become_percent_once_a_later_start_shows_that(files: TrainDirectory) -> None:
     for epoch, printed in enumerate(["0.75", "12.5", "0.5"], 1):
         start = Scores(PATTERN, files, io.BytesIO())
         end_epoch(files, epoch)
@@ -163,7 +163,7 @@ def test_a_score_that_comes_while_others_are_written_waits_for_its_epoch(
     assert known(files) == [(1, 0.1, None), (2, 0.2, None)]
 
 
-def test_lines_are_whole_however_they_come(files: TrainDirectory, scores: Scores) -> None:
+def test_lines_are_complete_however_they_arrive(files: TrainDirectory, scores: Scores) -> None:
     end_epoch(files, 1)
     for part in (b"Ac", b"c@1 4", b"0\rprogress", b"\n", b"\xff\xfe \n"):
         scores.take(part)
@@ -171,7 +171,7 @@ def test_lines_are_whole_however_they_come(files: TrainDirectory, scores: Scores
     assert known(files) == [(1, 0.4, None)]
 
 
-def test_what_is_no_number_is_no_score(files: TrainDirectory, scores: Scores) -> None:
+def test_text_that_is_no_number_is_no_score(files: TrainDirectory, scores: Scores) -> None:
     end_epoch(files, 1)
     scores.take(b"Acc@1 nan\nAcc@1 1.2.3\n")
     scores.write()

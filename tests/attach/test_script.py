@@ -38,7 +38,7 @@ except FileNotFoundError as error:
 """
 
 
-def test_a_script_that_is_gone_fails_at_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_script_fails_without_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", [])
     monkeypatch.setattr("sys.path", [*sys.path])
     names = {"script": Script(tmp_path / "gone.py", None, ()), "home": tmp_path, "describe_error": describe_error}
@@ -46,7 +46,7 @@ def test_a_script_that_is_gone_fails_at_no_place(tmp_path: Path, monkeypatch: py
     assert str(names["message"]).endswith("/gone.py'")
 
 
-def test_a_failure_of_a_library_that_a_hook_is_around_is_at_no_place_of_the_hook() -> None:
+def test_a_librarys_failure_within_a_hook_is_not_placed_in_the_hook() -> None:
     library = SimpleNamespace(divide=operator.truediv)
     before([library], "divide", lambda: None)
     names: dict[str, Any] = {"library": library, "describe_error": describe_error}
@@ -121,19 +121,19 @@ def test_a_worker_with_a_gpu_of_its_own_has_the_first_that_it_sees(monkeypatch: 
         ((2, 2), 64, "it takes the batch of a node: give it {local_batch*2}"),
     ],
 )
-def test_another_batch_than_was_asked_for_is_told_with_the_placeholder_that_helps(
+def test_a_batch_other_than_asked_for_is_reported_with_the_placeholder_that_helps(
     shape: tuple[int, int], got: int, expected: str
 ) -> None:
     """The placeholder was replaced by 32 samples a worker."""
     assert expected in remedy_of_batch("train.py", 32, got, Configuration(*shape, 32))
 
 
-def test_a_warm_up_of_the_passes_is_told_only_where_later_steps_may_have_more() -> None:
+def test_a_warm_up_of_the_passes_is_mentioned_only_where_later_steps_may_have_more() -> None:
     words = "if it takes fewer at its beginning"
     assert words in remedy_of_passes(1, 4, 16, 16, 1)
     assert words not in remedy_of_passes(4, 1, 16, 16, 1)
 
 
-def test_a_critic_that_takes_a_new_batch_in_each_of_five_steps_is_said_to_be_the_one_that_counts() -> None:
+def test_a_critic_that_takes_a_new_batch_in_each_of_five_steps_is_named_as_the_model_that_counts() -> None:
     """The larger generator has a pass for each step of the critic."""
     assert 'workload.counted_model = "Critic"' in remedy_of_passes(5, 1, 16, 16, 2, other="Critic")

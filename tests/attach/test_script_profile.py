@@ -93,7 +93,7 @@ def test_a_script_that_pauses_now_and_then_is_charged_for_it_in_every_epoch(tmp_
     assert measured.between_epochs_s == pytest.approx(6 * 0.5, rel=0.2)
 
 
-def test_passes_apart_that_come_with_every_step_are_none_of_an_epochs_end(tmp_path: Path) -> None:
+def test_separate_passes_at_every_step_do_not_belong_to_an_epochs_end(tmp_path: Path) -> None:
     """Such passes compute features of the same batch; those of the first steps look like evaluations."""
     never_settled = QUICK.model_copy(update={"max_steps": 10, "ci_width": 1e-9})
     (outcome,) = profiled(SCRIPTS / "misbehaving.py", ("looks twice", "4"), tmp_path, search=never_settled)
@@ -122,7 +122,7 @@ class Rounds(MeasuredSteps):
         self.step_ends()
 
 
-def test_an_evaluation_behind_a_round_does_not_bring_back_its_waits(tmp_path: Path) -> None:
+def test_an_evaluation_after_a_round_does_not_restore_its_waits(tmp_path: Path) -> None:
     rounds = Rounds(tmp_path)
     for _ in range(4):
         for _ in range(4):
@@ -333,7 +333,7 @@ def test_loader_processes_are_seen(tmp_path: Path) -> None:
     assert measured.round_steps["step"] % 2 == 0
 
 
-def test_batches_without_a_number_of_them_are_taken_as_they_come(tmp_path: Path) -> None:
+def test_batches_of_a_loader_without_a_length_are_taken_as_they_come(tmp_path: Path) -> None:
     arguments = ("--batch-size", "4", "--samples", "16", "--epochs", "1000", "--streamed")
     (outcome,) = profiled(SCRIPTS / "plain.py", arguments, tmp_path)
     measured = measurement_of(outcome)

@@ -119,7 +119,7 @@ def test_steps_are_timed_on_the_gpu_of_the_model(tmp_path: Path, clock: Clock, m
     assert watched.training._peers.device == gpu
 
 
-def test_layers_that_are_unfrozen_later_are_no_other_model(tmp_path: Path, clock: Clock) -> None:
+def test_layers_that_are_unfrozen_later_belong_to_the_same_model(tmp_path: Path, clock: Clock) -> None:
     """The profile may have ended in either stage; the script has another optimizer for the second."""
     for place, measured in enumerate((2, 6, 5)):
         folder = tmp_path / str(place)
@@ -149,7 +149,7 @@ def test_workers_agree_at_the_same_steps_wherever_each_sees_an_epoch_end(tmp_pat
     assert watched.training._agreement.steps == 2 * 3
 
 
-def test_samples_of_an_evaluation_that_takes_gradients_are_none_of_an_epoch(tmp_path: Path, clock: Clock) -> None:
+def test_samples_of_an_evaluation_that_takes_gradients_count_for_no_epoch(tmp_path: Path, clock: Clock) -> None:
     watched = WatchedTraining(tmp_path, clock, samples=29)
     for step in range(2 * 3):
         watched.step(idle=500 if step in {1, 3} else 0)
@@ -199,9 +199,7 @@ def test_short_steps_of_a_warm_up_belong_to_the_first_epoch(tmp_path: Path, cloc
     assert [(row.step, row.samples_seen) for row in watched.metrics().epochs] == [(5, 32), (9, 64)]
 
 
-def test_steps_to_find_a_rate_are_none_and_those_after_the_last_epoch_do_not_count(
-    tmp_path: Path, clock: Clock
-) -> None:
+def test_steps_of_a_search_for_a_rate_and_after_the_last_epoch_do_not_count(tmp_path: Path, clock: Clock) -> None:
     watched = WatchedTraining(tmp_path, clock, samples=32)
     watched.training.settings = watched.training.settings.model_copy(update={"epochs": 2})
     for _ in range(2):
@@ -248,7 +246,7 @@ def test_a_step_over_the_end_of_a_pass_belongs_to_both_epochs(tmp_path: Path, cl
     assert [(row.epoch, row.step, row.samples_seen) for row in rows] == [(1, 3, 22), (2, 5, 36)]
 
 
-def test_of_a_stream_the_sweep_says_how_long_an_epoch_is(tmp_path: Path, clock: Clock) -> None:
+def test_a_streams_epoch_is_as_long_as_the_sweep_says(tmp_path: Path, clock: Clock) -> None:
     watched = WatchedTraining(tmp_path, clock, samples=16)
     stream = iter(DataLoader(Streamed(TensorDataset(torch.zeros(64))), batch_size=8))
     for _ in range(4):
@@ -340,7 +338,7 @@ def test_an_epoch_of_a_first_step_alone_has_no_time(tmp_path: Path, clock: Clock
     assert median_epoch_s(rows) == STEP_S
 
 
-def test_an_evaluation_after_each_epoch_is_none_of_its_step_however_few_it_has(tmp_path: Path, clock: Clock) -> None:
+def test_an_evaluation_after_each_epoch_counts_for_no_step_however_few_it_has(tmp_path: Path, clock: Clock) -> None:
     watched = WatchedTraining(tmp_path, clock, samples=8)
     loader = iter(DataLoader(TensorDataset(torch.zeros(8)), batch_size=8))
     for _ in range(30):
@@ -349,7 +347,7 @@ def test_an_evaluation_after_each_epoch_is_none_of_its_step_however_few_it_has(t
     assert watched.metrics().steps[-1].step_time_s == pytest.approx(STEP_S)
 
 
-def test_a_long_gap_that_is_rare_is_of_no_step(tmp_path: Path, clock: Clock) -> None:
+def test_a_long_rare_gap_counts_for_no_step(tmp_path: Path, clock: Clock) -> None:
     """Such gaps come from a policy that plays between its steps, or from a checkpoint."""
     watched = WatchedTraining(tmp_path, clock, samples=100 * 8)
     for step in range(100):
@@ -381,7 +379,7 @@ def test_a_pass_without_gradients_within_a_step_is_no_pause(tmp_path: Path, cloc
     assert second.step_time_s == pytest.approx((STEP_S + WAIT_S) / 3)
 
 
-def test_what_a_loader_takes_is_waiting_and_the_rest_of_a_gap_is_not(tmp_path: Path, clock: Clock) -> None:
+def test_only_a_loaders_part_of_a_gap_is_waiting(tmp_path: Path, clock: Clock) -> None:
     watched = WatchedTraining(tmp_path, clock, samples=4 * 8)
     watched.step()
     # the loader of an evaluation
@@ -401,7 +399,7 @@ def test_what_a_loader_takes_is_waiting_and_the_rest_of_a_gap_is_not(tmp_path: P
     assert second.step_time_s == pytest.approx(STEP_S + WAIT_S)
 
 
-def test_what_an_epoch_does_beside_its_steps_stands_in_its_line(tmp_path: Path, clock: Clock) -> None:
+def test_time_outside_an_epochs_steps_is_in_its_line(tmp_path: Path, clock: Clock) -> None:
     watched = WatchedTraining(tmp_path, clock, samples=16)
     for _ in range(2):
         watched.step()
@@ -481,7 +479,7 @@ def test_another_model_than_was_measured_is_refused(tmp_path: Path, clock: Clock
         watched.step()
 
 
-def test_a_pass_that_leads_to_no_gradient_is_none_of_the_steps_samples(tmp_path: Path, clock: Clock) -> None:
+def test_a_pass_without_a_gradient_does_not_count_for_a_steps_samples(tmp_path: Path, clock: Clock) -> None:
     watched = WatchedTraining(tmp_path, clock, samples=16)
     for _ in range(2):
         watched.training.forward_begins(3)
@@ -490,7 +488,7 @@ def test_a_pass_that_leads_to_no_gradient_is_none_of_the_steps_samples(tmp_path:
     assert [(row.epoch, row.step, row.samples_seen) for row in watched.metrics().epochs] == [(1, 2, 16)]
 
 
-def test_what_a_policy_does_before_its_loader_begins_is_carried_to_no_epoch(tmp_path: Path, clock: Clock) -> None:
+def test_passes_of_a_policy_before_its_loader_begins_count_for_no_epoch(tmp_path: Path, clock: Clock) -> None:
     watched = WatchedTraining(tmp_path, clock, samples=32)
     for _ in range(8):
         for _ in range(2):
@@ -505,7 +503,7 @@ def test_what_a_policy_does_before_its_loader_begins_is_carried_to_no_epoch(tmp_
     assert [row.step for row in watched.metrics().epochs] == [4, 8]
 
 
-def test_of_a_model_with_frozen_layers_those_that_are_trained_count(tmp_path: Path, clock: Clock) -> None:
+def test_only_the_trained_layers_of_a_partly_frozen_model_count(tmp_path: Path, clock: Clock) -> None:
     watched = WatchedTraining(tmp_path, clock, samples=16)
     watched.training.settings = watched.training.settings.model_copy(update={"parameters": 4})
     assert watched.training.hooks.inner_model is not None
@@ -519,7 +517,7 @@ AT = Configuration(1, 1, 8)
 @pytest.mark.parametrize(
     ("data_s", "part"), [(WAIT_S, "compute"), (WAIT_S - 0.6, "loader")], ids=["slow computation", "slow loader"]
 )
-def test_steps_that_depart_from_the_plan_are_told_and_their_end_as_well(
+def test_steps_that_depart_from_the_plan_are_reported_and_so_is_their_end(
     tmp_path: Path, clock: Clock, data_s: float, part: str
 ) -> None:
     """The steps first take twice as long as planned, and then as long as planned."""

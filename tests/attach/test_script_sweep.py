@@ -55,7 +55,7 @@ def test_the_bare_all_reduce_is_timed_once(planned: tuple[RunDirectory, str]) ->
     assert sum("allreduce" in m.samples for m in records) == 1
 
 
-def test_a_plan_is_made_of_them(planned: tuple[RunDirectory, str]) -> None:
+def test_a_plan_is_made_from_the_measurements(planned: tuple[RunDirectory, str]) -> None:
     run, output = planned
     plan = run.read_plan()
     assert plan is not None
@@ -70,7 +70,7 @@ def test_a_plan_is_made_of_them(planned: tuple[RunDirectory, str]) -> None:
     assert "profiling cost: 4 configurations in 2 jobs" in output
 
 
-def test_what_a_script_says_is_kept_and_what_it_writes_is_not(planned: tuple[RunDirectory, str]) -> None:
+def test_a_scripts_output_is_kept_and_its_files_are_not(planned: tuple[RunDirectory, str]) -> None:
     run = planned[0]
     assert len(list(run.profile.glob("*/*/rank-0.log"))) == 4
     assert not list(run.profile.rglob("last.pt"))
@@ -205,7 +205,7 @@ max_batch = 32
     assert "in 2 parts" in done.stdout
 
 
-def test_a_mistake_in_the_file_is_told_before_any_job(tmp_path: Path) -> None:
+def test_a_mistake_in_the_file_is_reported_before_any_job(tmp_path: Path) -> None:
     path = mine(tmp_path, "trains")
     path.write_text(path.read_text().replace("misbehaving.py", "gone.py"))
     done = sweep(path, tmp_path)

@@ -127,7 +127,7 @@ def test_a_script_trains_and_its_output_tells_the_scores(tmp_path: Path) -> None
     assert 0.6 * result.train_time_s < sum(row.step_time_s for row in metrics.steps) < 1.1 * result.train_time_s
 
 
-def test_a_script_that_has_taken_the_steps_that_it_was_told_has_trained_all_epochs(tmp_path: Path) -> None:
+def test_a_script_that_took_its_given_number_of_steps_has_trained_all_epochs(tmp_path: Path) -> None:
     """Its pass ends with a shorter batch, so that as many full batches would have seen more samples."""
     script = tmp_path / "steps.py"
     script.write_text("""
@@ -186,7 +186,7 @@ def test_memory_that_a_step_frees_is_kept_for_the_next_as_in_its_profile(tmp_pat
         ("--auto-resume", [], "the same arguments"),
     ],
 )
-def test_stopped_it_goes_on_by_its_own_checkpoint(
+def test_a_stopped_script_resumes_from_its_own_checkpoint(
     tmp_path: Path, option: str, resuming: list[str], expected: str
 ) -> None:
     began = time.time()
@@ -212,7 +212,7 @@ def test_stopped_it_goes_on_by_its_own_checkpoint(
     assert ("handled" in output) == (option == "--handler")
 
 
-def test_an_epoch_that_it_goes_through_again_counts_once(tmp_path: Path) -> None:
+def test_an_epoch_that_is_repeated_counts_once(tmp_path: Path) -> None:
     going_on = {"arguments": [*OWN["arguments"], "--repeats"], "resume_arguments": ["--resume=checkpoints/*.pt"]}
     workload = {**OWN, **LONG, **going_on}
     run, ended = train(tmp_path / "run", workload, at_step(6, signal.SIGUSR2))
@@ -221,7 +221,9 @@ def test_an_epoch_that_it_goes_through_again_counts_once(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("how", [[], ["--epoch-anew"]])
-def test_saved_in_mid_epoch_it_goes_on_there_or_begins_that_epoch_anew(tmp_path: Path, how: list[str]) -> None:
+def test_a_script_that_saves_within_an_epoch_continues_there_or_repeats_that_epoch(
+    tmp_path: Path, how: list[str]
+) -> None:
     """It saves after 3, 6 and 9 steps, and epochs have 4; no step counts twice."""
     arguments = [*OWN["arguments"], "--save-steps", "3", *how]
     workload = {**OWN, **LONG, "arguments": arguments, "resume_arguments": ["--resume=checkpoints/last.pt"]}
@@ -242,7 +244,7 @@ def test_saved_in_mid_epoch_it_goes_on_there_or_begins_that_epoch_anew(tmp_path:
         assert all(row.epoch_time_s > 3 * 0.02 for row in read_metrics(run.train().metrics_file).epochs)
 
 
-def test_killed_right_after_it_has_saved_it_goes_on_with_the_next_epoch(tmp_path: Path) -> None:
+def test_a_script_killed_right_after_a_save_continues_with_the_next_epoch(tmp_path: Path) -> None:
     workload = {**OWN, "resume_arguments": ["--resume", "checkpoints/last.pt"]}
     run, ended = train(tmp_path / "run", workload, at_step(4, signal.SIGKILL, of_script=True, worker=0))
     assert ended.failure is Failure.KILLED, ended.log_tail
@@ -251,7 +253,7 @@ def test_killed_right_after_it_has_saved_it_goes_on_with_the_next_epoch(tmp_path
     assert (result.epochs, result.steps, result.samples_seen) == (3, 12, 192)
 
 
-def test_stopped_without_arguments_to_go_on_it_begins_anew(tmp_path: Path) -> None:
+def test_a_script_stopped_without_arguments_to_resume_begins_anew(tmp_path: Path) -> None:
     run, ended = train(tmp_path / "run", OWN | LONG, at_step(6, signal.SIGTERM))
     assert result_of(run, ended).steps == 56
     how = "begins anew: workload.resume_arguments are not set, and the script keeps nothing"
@@ -259,7 +261,7 @@ def test_stopped_without_arguments_to_go_on_it_begins_anew(tmp_path: Path) -> No
     assert [row.epoch for row in read_metrics(run.train().metrics_file).epochs] == [*range(1, 15)]
 
 
-def test_stopped_before_it_has_saved_anything_it_begins_anew(tmp_path: Path) -> None:
+def test_a_script_stopped_before_its_first_save_begins_anew(tmp_path: Path) -> None:
     """Its option takes the newest checkpoint, which may be another training's."""
     longer = {"samples": 1024, "epochs": 1, "arguments": [*OWN["arguments"], "--samples", "1024"]}
     workload = {**OWN, **longer, "resume_arguments": ["--no-such-option"]}
@@ -268,7 +270,7 @@ def test_stopped_before_it_has_saved_anything_it_begins_anew(tmp_path: Path) -> 
     assert details(run, "resumed") == ["begins anew: the script has saved nothing yet"]
 
 
-def test_where_it_cannot_go_on_it_begins_anew_the_next_time(tmp_path: Path) -> None:
+def test_a_script_that_cannot_resume_begins_anew_the_next_time(tmp_path: Path) -> None:
     """An option may require a checkpoint before the script has saved one."""
     arguments = ["--batch-size", "{local_batch}", "--epochs", "{epochs}", "--samples", "256"]
     own: dict[str, Any] = {"script": SCRIPTS / "plain.py", "arguments": arguments, "samples": 256, "epochs": 60}
@@ -302,7 +304,7 @@ def test_where_it_cannot_go_on_it_begins_anew_the_next_time(tmp_path: Path) -> N
         (["{folder}/last.pt"], True),
     ],
 )
-def test_a_file_of_the_users_from_before_the_training_is_none_that_it_saved(
+def test_a_users_file_from_before_the_training_does_not_count_as_saved(
     tmp_path: Path, named: list[str], goes_on: bool
 ) -> None:
     """The script's folder has links to the contents of the working directory."""
@@ -336,7 +338,9 @@ def test_a_file_of_the_users_from_before_the_training_is_none_that_it_saved(
     assert how.startswith("goes on") == (named != ["gone/last.pt"])
 
 
-def test_at_its_time_limit_it_does_not_begin_anew_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_at_its_time_limit_does_not_begin_anew_in_vain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys.modules[__name__], "CLUSTER", CLUSTER.model_copy(update=LIMIT))
     run, ended = train(tmp_path / "run", OWN | LONG, at_step(6, signal.SIGUSR2, worker=0))
     assert not run.train().result_file.exists()
@@ -345,7 +349,7 @@ def test_at_its_time_limit_it_does_not_begin_anew_in_vain(tmp_path: Path, monkey
     assert run.history().job(ended.job.job_id).own_failure == JobFailure(None, why, StopReason.LIMIT_IN_VAIN)
 
 
-def test_kept_it_goes_on_after_the_warning_of_a_time_limit_and_ends_as_undisturbed(
+def test_a_kept_script_resumes_after_a_time_limit_and_ends_as_undisturbed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules[__name__], "CLUSTER", CLUSTER.model_copy(update=LIMIT))
@@ -363,7 +367,7 @@ def test_kept_it_goes_on_after_the_warning_of_a_time_limit_and_ends_as_undisturb
     assert stopped.data["samples_seen"] == resumed.data["samples_seen"] == 16 * resumed.data["step"]
 
 
-def test_kept_with_a_handler_of_its_own_it_is_not_said_to_have_saved_where_it_ended(tmp_path: Path) -> None:
+def test_a_kept_script_with_its_own_handler_is_not_said_to_have_saved_at_its_end(tmp_path: Path) -> None:
     """Its handler replaces ours, and ends the script without a checkpoint."""
     script = tmp_path / "handles.py"
     script.write_text(
@@ -400,7 +404,7 @@ def test_weights_that_are_nan_end_the_training_after_its_epoch(tmp_path: Path) -
     assert not run.train().result_file.exists()
 
 
-def test_steps_that_take_longer_than_planned_are_told(tmp_path: Path) -> None:
+def test_steps_that_take_longer_than_planned_are_reported(tmp_path: Path) -> None:
     """All workers time the all-reduce during training, and continue."""
     run = RunDirectory(tmp_path / "run").create()
     known = candidate(Configuration(1, 2, 8)).model_copy(update={"step_time_s": 0.001, "interval_90": {}})

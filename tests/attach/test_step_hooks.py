@@ -137,7 +137,7 @@ def test_an_epoch_is_what_the_sampler_draws() -> None:
     assert [LoaderPass(iter(loader)).drawn for loader in loaders] == [3, 0, 0, 8]
 
 
-def test_of_a_batch_that_accelerate_splits_a_worker_has_its_share() -> None:
+def test_a_worker_has_its_share_of_a_batch_that_accelerate_splits() -> None:
     accelerate = pytest.importorskip("accelerate.data_loader", reason="accelerate is not installed here")
     data = TensorDataset(torch.zeros(8))
     shard = accelerate.BatchSamplerShard(BatchSampler(range(8), 4, False), 2, 1, split_batches=True)
@@ -159,7 +159,7 @@ class OneAfterAnother(IterableDataset[Any]):
 
 
 @pytest.mark.parametrize(("samples", "expected"), [(4, "training"), (2, "other"), (3, "other")])
-def test_of_several_loaders_the_last_one_with_as_many_items_has_given_the_batch(samples: int, expected: str) -> None:
+def test_the_last_of_several_loaders_with_as_many_items_gave_the_batch(samples: int, expected: str) -> None:
     """An evaluation's loader may have as many items; a batch that no loader gave counts for the last that gave any."""
     hooks = Hooks(Listener())
     sizes = {"training": 4, "other": 2, "evaluation": 4}
@@ -852,7 +852,7 @@ class Case:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_steps_are_told_in_order(name: str, tmp_path: Path) -> None:
+def test_steps_are_reported_in_order(name: str, tmp_path: Path) -> None:
     start_workers(1, Case(name), tmp_path)
     calls = json.loads((tmp_path / "results.json").read_text())
     assert " ".join(calls) == CASES[name][1].replace(",", "")
@@ -950,7 +950,7 @@ def test_a_script_may_copy_and_save_its_model_as_a_whole(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("asked", "samples"), [((8,), [8, 8]), ((5,), [5, 3]), ((), [5, 3])])
-def test_where_time_comes_first_samples_are_as_many_as_were_asked_for(asked: Any, samples: list[int]) -> None:
+def test_with_time_as_the_first_dimension_samples_are_as_many_as_asked_for(asked: Any, samples: list[int]) -> None:
     calls: list[int] = []
 
     class Asked(Listener):

@@ -107,7 +107,7 @@ def test_ranks_that_see_one_and_the_same_gpu_report_one_uuid(
     assert {(device.free_bytes, device.total_bytes) for device in devices} == {(2**34, 2**35)}
 
 
-def test_the_report_on_disk_tells_what_a_worker_was_at_when_it_died(tmp_path: Path) -> None:
+def test_the_report_on_disk_says_what_a_worker_was_doing_when_it_died(tmp_path: Path) -> None:
     cluster = ClusterSpec()
     job = CheckJob(cluster, WorkloadSpec(), 1, tmp_path)
     reporter = Reporter(job.report_file(0), place(0))

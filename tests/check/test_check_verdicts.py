@@ -144,14 +144,14 @@ def test_several_interfaces_of_which_none_is_named_are_a_warning_between_nodes_a
     assert level(judged(Topic.INTERFACES, together)) is Level.OK
 
 
-def test_two_ranks_on_one_gpu_are_named_and_the_same_gpu_number_on_two_nodes_is_none() -> None:
+def test_two_ranks_on_one_gpu_are_named_and_the_same_gpu_number_on_two_nodes_is_no_conflict() -> None:
     (verdict,) = judged(Topic.DEVICES, [report(rank, "node0", device=V100) for rank in range(2)], GPU)
     assert verdict.level is Level.FAILED
     assert "ranks 0, 1 on node0 have the same GPU GPU-0" in verdict.found
     assert level(judged(Topic.DEVICES, [report(rank, device=V100) for rank in range(2)], GPU)) is Level.OK
 
 
-def test_devices_of_several_kinds_without_kernels_or_in_use_are_told() -> None:
+def test_devices_of_several_kinds_without_kernels_or_in_use_are_reported() -> None:
     other = V100.model_copy(update={"name": "K80", "has_kernels": False, "free_bytes": 2**34})
     reports = [report(0, device=V100), report(1, device=other)]
     assert level(judged(Topic.DEVICES, reports, GPU)) is Level.WARNING
@@ -427,7 +427,7 @@ def test_what_slurm_prints_becomes_facts(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert (site.partition.name, site.partition.default_memory_mb_per_cpu) == ("cpu", 1500)
 
 
-def test_a_device_that_no_node_has_is_said_once_and_names_the_other_one() -> None:
+def test_a_device_that_no_node_has_is_reported_once_with_the_other_one() -> None:
     text = "DeviceError: Slurm granted 2 GPUs, but torch sees none: no driver"
     errors = dict.fromkeys((Probe.DEVICE, Probe.COMPUTE, Probe.TRANSFER), text)
     reports = [report(rank, errors=errors) for rank in range(2)]

@@ -71,7 +71,7 @@ def test_a_controller_waits_until_another_has_left_the_run_directory(
     assert seen == [True]
 
 
-def test_its_end_is_noted_before_another_may_look_who_is_left(
+def test_a_controllers_end_is_noted_before_another_looks_who_is_left(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     locked_then = []
@@ -97,7 +97,7 @@ def test_a_controller_whose_inputs_are_gone_says_so(run: RunDirectory) -> None:
     assert "sweep.toml" in event.detail
 
 
-def test_what_ends_a_controller_is_said(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_for_a_controllers_end_is_reported(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise StageError("plan: too little data")
 
@@ -207,7 +207,7 @@ def test_a_guard_takes_the_place_of_a_controller_that_died_and_has_a_guard_itsel
     assert cluster.jobs == {"3": "b", "4": "3"}
 
 
-def test_whenever_a_controller_died_there_is_one_of_each_in_the_end(cluster: Cluster) -> None:
+def test_whenever_a_controller_dies_one_controller_and_one_guard_remain(cluster: Cluster) -> None:
     """If it died after it had submitted another one, its guard starts besides that one."""
     cluster.step("", left("a"))
     cluster.step("1", left("b"), dies=True)
@@ -225,9 +225,7 @@ def test_a_controller_that_is_requeued_finds_its_successor_and_the_guard(cluster
     assert cluster.jobs == {"2": "3", "3": "b"}
 
 
-def test_where_there_is_no_room_for_a_guard_it_goes_without(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_room_for_a_guard_a_controller_has_none(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     cluster.room = 1
     cluster.step("", left("a"))
     assert cluster.jobs == {"1": "a"}
@@ -247,7 +245,7 @@ def test_who_detaches_again_to_another_stage_is_followed(
     assert "no longer goes on unattended" not in output
 
 
-def test_who_detaches_again_hears_of_the_controller_and_who_stays_takes_over_from_both(
+def test_detaching_again_names_the_controller_and_staying_takes_over_from_both(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep = Sweep(SweepSpec.model_validate({"name": "x"}), SLURM, cluster.run)
@@ -329,7 +327,7 @@ def test_a_plain_command_on_a_detached_sweep_waits_and_leaves_it_alone(
         ),
     ],
 )
-def test_who_waited_hears_that_nobody_carries_on(
+def test_a_waiting_command_reports_that_nobody_carries_on(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, end: Callable[[Cluster], None], words: str
 ) -> None:
     sweep = on_its_way(cluster)
@@ -345,7 +343,7 @@ def test_who_waited_hears_that_nobody_carries_on(
 
 
 @pytest.mark.parametrize("answer", ["y", "n", ""])
-def test_at_a_terminal_it_is_asked_who_carries_on(
+def test_a_command_at_a_terminal_asks_who_carries_on(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: str
 ) -> None:
     job = detached.controllers(on_its_way(cluster))[0]
@@ -358,7 +356,7 @@ def test_at_a_terminal_it_is_asked_who_carries_on(
     assert capsys.readouterr().err == "Controller job 1 carries this sweep on. Cancel it, and carry on here? [y/N] "
 
 
-def test_who_interrupts_hears_what_goes_on_without_the_command(
+def test_an_interrupted_command_says_what_goes_on_without_it(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep = on_its_way(cluster)
@@ -383,7 +381,7 @@ def test_who_interrupts_hears_what_goes_on_without_the_command(
     assert capsys.readouterr().err.splitlines()[-1] == "no job is left"
 
 
-def test_who_comes_while_a_controller_is_at_work_hears_that_it_goes_on_unattended(run: RunDirectory) -> None:
+def test_a_command_during_a_controllers_work_says_that_it_goes_on_unattended(run: RunDirectory) -> None:
     with detached._in_turn(run), pytest.raises(RunDirectoryError) as refused, run.locked():
         pass
     message = str(refused.value)

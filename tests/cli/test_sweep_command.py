@@ -179,7 +179,7 @@ def inputs_of(sweep_file: Path, *keys: str) -> tuple[SweepSpec, ClusterSpec]:
     return load_inputs(_parser().parse_args([str(sweep_file), *(word for key in keys for word in ("--set", key))]))
 
 
-def test_inputs_may_be_mended_until_something_was_measured(
+def test_inputs_may_be_corrected_until_something_was_measured(
     sweep_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from tula_hpc.cli.open_run import check_run, open_run
@@ -751,7 +751,7 @@ def test_a_reference_batch_above_every_batch_is_named(
 
 
 @pytest.mark.processes
-def test_who_stops_reading_hears_no_complaint(sweep_file: Path) -> None:
+def test_a_reader_that_stops_gets_no_error(sweep_file: Path) -> None:
     command = [sys.executable, "-m", "tula_hpc.sweep", str(sweep_file), "--dry-run"]
     here = Path(__file__).parents[2]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=here)
@@ -804,7 +804,7 @@ def test_an_interrupt_ends_a_command_though_slurm_does_not_answer(
     assert "unless they are over: Slurm does not answer; to cancel them: scancel 7" in output
 
 
-def test_an_interrupt_before_the_work_is_told(
+def test_an_interrupt_before_the_work_is_reported(
     sweep_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: object) -> None:
@@ -845,7 +845,7 @@ def test_an_interrupt_that_a_library_swallows_while_inputs_are_read_ends_the_com
         ("plan.json", "{", "delete it, and the command of the sweep makes it again"),
     ],
 )
-def test_status_and_the_command_say_the_same_of_a_lost_file(
+def test_status_and_the_command_say_the_same_about_a_lost_file(
     sweep_file: Path, capsys: pytest.CaptureFixture[str], name: str, content: str | None, words: str
 ) -> None:
     from tula_hpc.analysis.plan import lost_inputs
@@ -968,7 +968,7 @@ def test_a_run_beside_the_sweep_file_is_named_where_another_folder_begins_a_new_
         assert is_told == (folder == elsewhere)
 
 
-def test_a_forgotten_cluster_file_is_said_where_there_is_slurm(
+def test_a_forgotten_cluster_file_is_mentioned_where_there_is_slurm(
     sweep_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (commands := sweep_file.parent / "bin").mkdir()
@@ -1208,7 +1208,7 @@ def test_a_sweep_says_which_objective_it_trains_by_where_that_is_not_its_own(
     assert note(objective="cost").endswith(str(run.sweep_file)), "the training follows that plan"
 
 
-def test_a_plan_without_its_measurements_is_said_before_they_are_made_again(
+def test_a_plan_without_its_measurements_is_reported_before_they_are_made_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tula_hpc.cli.pipeline import carry_out

@@ -122,7 +122,7 @@ def test_a_mistake_in_a_sweep_is_one_line(here: Path, text: str, message: str) -
 
 
 @pytest.mark.parametrize("key", ["model", "module"])
-def test_a_module_that_only_lies_beside_the_sweep_file_is_said_to_lie_there(here: Path, key: str) -> None:
+def test_a_module_that_is_only_next_to_the_sweep_file_is_named_with_its_place(here: Path, key: str) -> None:
     """Jobs start in the working directory of the command, where they would not find it."""
     folder = here / "project"
     folder.mkdir()
@@ -221,7 +221,7 @@ def test_a_mistake_in_a_cluster_is_one_line(here: Path, text: str, message: str)
     ],
     ids=range(12),
 )  # fmt: skip
-def test_a_file_that_is_no_sweep(here: Path, content: bytes, message: str) -> None:
+def test_a_file_that_is_no_sweep_is_one_line(here: Path, content: bytes, message: str) -> None:
     line = complaint(load_sweep, content)
     assert re.match(rf"in\.toml: {message}", line), line
     assert line.isprintable()
@@ -232,13 +232,13 @@ def test_several_mistakes_are_a_line_each(here: Path) -> None:
     assert [line.split(": ")[1] for line in lines] == ["name", "workload.epochs", "workload.lr", "serach"]
 
 
-def test_a_script_in_place_of_a_file_is_told_what_writes_one(tmp_path: Path) -> None:
+def test_a_script_in_place_of_a_file_is_refused_with_the_command_that_writes_one(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import torch\n")
     with pytest.raises(InputError, match=r"it is a script, for which \S.* init --script \S+ writes a sweep file"):
         load_sweep(tmp_path / "train.py")
 
 
-def test_a_run_directory_in_place_of_a_file_is_told_its_files(tmp_path: Path) -> None:
+def test_a_run_directory_in_place_of_a_file_is_refused_with_its_files(tmp_path: Path) -> None:
     (tmp_path / "sweep.toml").touch()
     with pytest.raises(InputError, match=r"is a folder; expected a TOML file, as sweep\.toml and cluster\.toml in it$"):
         load_sweep(tmp_path)
@@ -247,7 +247,7 @@ def test_a_run_directory_in_place_of_a_file_is_told_its_files(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("path", "message"), [("gone.toml", "no such file"), (".", "is a folder; expected a TOML file")]
 )
-def test_a_file_that_cannot_be_read(here: Path, path: str, message: str) -> None:
+def test_a_file_that_cannot_be_read_is_refused(here: Path, path: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         load_sweep(Path(path))
 
@@ -278,7 +278,7 @@ def test_what_is_no_file_is_neither_waited_for_nor_read_to_its_end(here: Path, p
     ],
     ids=range(12),
 )
-def test_a_mistake_on_the_command_line(here: Path, override: str, message: str) -> None:
+def test_a_mistake_on_the_command_line_is_one_line(here: Path, override: str, message: str) -> None:
     line = complaint(load_sweep, NAME, [override])
     assert line.startswith(message)
     assert line.isprintable()
@@ -371,7 +371,7 @@ def test_a_form_that_leaves_workers_without_a_gpu_of_their_own_is_one_line(
         ('[sbatch]\ngpus-per-task = 1\n[[partitions]]\npartition = "a"\nworkers_per_node = 1', []),
     ],
 )
-def test_what_hides_the_gpus_of_a_node_from_each_other_is_warned_of(here: Path, asked: str, keys: list[str]) -> None:
+def test_settings_that_hide_a_nodes_gpus_from_each_other_are_warned_of(here: Path, asked: str, keys: list[str]) -> None:
     """NCCL then has no peer-to-peer paths."""
     Path("in.toml").write_text(NAME + FOUR_GPUS + asked)
     found = list(hidden_peers(load_cluster(Path("in.toml"))))
@@ -479,7 +479,7 @@ def test_a_key_of_a_study_that_changes_nothing_in_any_column_is_named(here: Path
     assert found["study.tuning_holdout"] == "base_lrs is not given; give it, or remove this"
 
 
-def test_overrides_of_both_files_are_told_apart_and_reach_the_default_cluster(here: Path) -> None:
+def test_overrides_of_both_files_are_distinguished_and_reach_the_default_cluster(here: Path) -> None:
     Path("in.toml").write_text(NAME)
     asked = ["workload.lr=0.5", "cluster.max_nodes=4", "pricing.basis=spot"]
     sweep, cluster = load_together(Path("in.toml"), None, asked)
@@ -531,7 +531,7 @@ def test_an_entry_point_is_found_where_an_editable_install_says(here: Path, monk
     assert load_sweep(Path("in.toml")).workload.model.endswith("compact_cnn")
 
 
-def test_an_own_module_with_an_installed_ones_name_is_told(here: Path) -> None:
+def test_an_own_module_with_an_installed_ones_name_is_reported(here: Path) -> None:
     """Jobs would import the installed one."""
     Path("wave.py").write_text("def net(classes, image_size): ...")
     message = complaint(load_sweep, f'{NAME}[workload]\nmodel = "wave:net"')
@@ -557,12 +557,12 @@ def test_a_function_that_cannot_be_called_as_it_will_be_is_refused_before_any_jo
 @pytest.mark.parametrize(
     ("key", "given"), [("dataset", "(spec)"), ("loss", "(outputs, targets)"), ("metric", "(outputs, targets)")]
 )
-def test_each_kind_of_function_is_held_against_what_it_is_given(here: Path, key: str, given: str) -> None:
+def test_each_kind_of_function_is_checked_against_its_arguments(here: Path, key: str, given: str) -> None:
     Path("mine.py").write_text("def mine(): ...")
     assert f"cannot be called with {given}" in complaint(load_sweep, f'{NAME}[workload]\n{key} = "mine:mine"')
 
 
-def test_an_entry_point_that_is_bound_with_others_or_below_with(here: Path) -> None:
+def test_an_entry_point_that_is_bound_with_others_or_below_with_is_found(here: Path) -> None:
     Path("mine.py").write_text("net, loss = make()\nwith quiet():\n    from library import other\n")
     for name in ("net", "other"):
         Path("in.toml").write_text(f'{NAME}[workload]\nmodel = "mine:{name}"')
@@ -573,7 +573,7 @@ def test_an_entry_point_that_is_bound_with_others_or_below_with(here: Path) -> N
     ("source", "message"),
     [("def other(): ...", "defines no 'net'"), ("def (", "is not valid Python"), ("\0", "Python")],
 )
-def test_an_entry_point_without_the_function(here: Path, source: str, message: str) -> None:
+def test_an_entry_point_without_the_function_is_refused(here: Path, source: str, message: str) -> None:
     Path("mine.py").write_text(source)
     assert message in complaint(load_sweep, f'{NAME}[workload]\nmodel = "mine:net"')
 
@@ -590,7 +590,9 @@ def test_an_entry_point_without_the_function(here: Path, source: str, message: s
         ),
     ],
 )  # fmt: skip
-def test_a_sweep_that_the_cluster_cannot_run(sweep: dict[str, Any], cluster: dict[str, Any], message: str) -> None:
+def test_a_sweep_that_the_cluster_cannot_run_is_refused(
+    sweep: dict[str, Any], cluster: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InputError) as raised:
         check_together(
             SweepSpec.model_validate({"name": "a"} | sweep), ClusterSpec.model_validate(cluster), Path("s"), Path("c")
@@ -705,6 +707,6 @@ def test_a_cluster_of_slurm_says_so(here: Path) -> None:
     assert dashes == 'in.toml: sbatch: options are written without dashes: mail-type, not "--mail-type"'
 
 
-def test_a_misspelt_cluster_in_an_override_is_told() -> None:
+def test_a_misspelt_cluster_in_an_override_is_reported() -> None:
     with pytest.raises(InputError, match=r"^--set: clutser: unknown key \(did you mean 'cluster'\?\)$"):
         split_overrides(["clutser.exclusive=false"])

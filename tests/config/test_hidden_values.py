@@ -197,7 +197,7 @@ def test_no_message_shows_a_value(tmp_path: Path, wrong: dict[str, object]) -> N
     assert SECRET not in str(caught.value)
 
 
-def test_what_differs_from_a_run_is_told_by_name(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_differences_from_a_run_are_reported_by_name(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(here / "run", epochs_done=5)
     before = load_cluster(run.cluster_file)
     run.cluster_file.write_text(freeze(before.model_copy(update={"environment": {"TOKEN": f"old {SECRET}", "A": "1"}})))

@@ -24,7 +24,7 @@ def test_a_key_has_one_sentence(kind: type[Spec]) -> None:
         assert sentence.endswith("."), row
 
 
-def test_bounds_units_and_choices_are_said() -> None:
+def test_bounds_units_and_choices_are_given() -> None:
     text = reference(TABLES["slurm_templates/README.md"])
     assert "| `signal_delay_s` | integer ≥ 1 and ≤ 65,535, s | `90` | " in text
     assert '`"local"` or `"slurm"`' in text

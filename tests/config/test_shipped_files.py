@@ -124,7 +124,7 @@ def test_every_key_is_there(path: Path, kind: type[BaseModel]) -> None:
 
 
 @pytest.mark.parametrize(("path", "kind"), COMPLETE)
-def test_what_is_written_is_the_default(path: Path, kind: type[BaseModel]) -> None:
+def test_every_written_value_is_the_default(path: Path, kind: type[BaseModel]) -> None:
     """This is about keys that are not commented out: the whole file equals the specification's defaults."""
     spec = kind.model_validate_json(__import__("json").dumps(tomllib.loads(path.read_text())), strict=True)
     assert spec.model_dump(exclude={"name"}) == kind.model_validate({"name": "local"}).model_dump(exclude={"name"})
@@ -187,7 +187,7 @@ PAPER = {
 
 
 @pytest.mark.parametrize("name", PAPER)
-def test_the_papers_hyper_parameters(name: str) -> None:
+def test_the_sweeps_have_the_papers_hyper_parameters(name: str) -> None:
     """Tyagi, Wang: Tula, section on the set-up; batches include its knee at 16 nodes."""
     spec = sweep(name)
     work = spec.workload

@@ -58,7 +58,7 @@ def test_every_batch_comes_once_and_in_order(count: int) -> None:
     assert list(one_ahead(diary.load(), diary)) == list(range(count))
 
 
-def test_a_loader_that_fails_is_heard_of() -> None:
+def test_a_failure_of_the_loader_is_raised() -> None:
     def failing() -> Iterator[int]:
         yield 0
         raise ValueError("damaged")

@@ -270,20 +270,20 @@ class _Broken(Noise):
         (Subset(_Broken(12), [3, 4, 5, 6]), "item 5 of the training set cannot be loaded"),
     ],
 )
-def test_an_item_that_cannot_be_loaded_is_told_in_a_line(loader_workers: int, data: Any, expected: str) -> None:
+def test_an_item_that_cannot_be_loaded_gives_one_line(loader_workers: int, data: Any, expected: str) -> None:
     with pytest.raises(InputError, match=rf"^workload\.dataset: {expected}") as raised:
         take(loader(data, loader_workers=loader_workers), 3)
     assert "\n" not in str(raised.value)
 
 
-def test_an_item_that_is_none_is_told_as_that() -> None:
+def test_an_item_that_is_none_is_named_as_that() -> None:
     data: Any = [(torch.zeros(3), 1), None]
     with pytest.raises(InputError, match=r"item 1 of the training set is None; expected \(image, label\)$"):
         NamedItems(data, "training", classes=2).items([0, 1])
 
 
 @pytest.mark.parametrize("loader_workers", [0, 1])
-def test_a_label_of_no_class_is_told_with_its_item(loader_workers: int) -> None:
+def test_a_label_of_no_class_is_reported_with_its_item(loader_workers: int) -> None:
     several = loader(Noise(12), loader_workers=loader_workers, classes=7)
     with pytest.raises(
         InputError, match=r"^workload.dataset: item \d+ of the training set has label \d+; expected 0 to 6$"
@@ -314,7 +314,7 @@ class _Killed(Noise):
         return torch.zeros(3), index
 
 
-def test_a_loader_process_that_was_killed_is_told() -> None:
+def test_a_loader_process_that_was_killed_is_reported() -> None:
     with pytest.raises(DataError, match="a loader process was killed, perhaps for lack of memory"):
         take(loader(_Killed(12), loader_workers=1), 1)
 

@@ -164,7 +164,7 @@ def test_a_folder_that_others_may_write_to_is_not_believed(
     assert other.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_without_a_folder_for_it_a_tree_is_listed_all_the_same(
+def test_a_tree_is_listed_even_without_a_folder_for_its_listing(
     tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_bytes(b"")

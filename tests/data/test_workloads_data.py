@@ -426,7 +426,7 @@ def test_what_a_killed_writer_has_left_is_removed_after_a_day(tmp_path: Path, ca
     assert (old.exists(), new.exists()) == (False, True)
 
 
-def test_a_damaged_cache_is_not_believed(tmp_path: Path, cache: Path) -> None:
+def test_a_damaged_cache_is_not_used(tmp_path: Path, cache: Path) -> None:
     data_dir = write_both(tmp_path / "data", ["a", "b"])
     before = items(build("imagefolder", data_dir, image_size=8).test)
     for damage in (b"", b"nonsense", b"\x93NUMPY\x01\x00v\x00{'descr': '|O', 'fortran_order': False, 'shape': (4,)}"):
@@ -605,7 +605,7 @@ def other_classes(root: Path) -> None:
         ),
     ],
 )
-def test_what_is_wrong_with_a_folder(
+def test_the_mistake_in_a_folder_is_named(
     tmp_path: Path, write: Callable[[Path], None], dataset: str, expected: str
 ) -> None:
     write(tmp_path / "data")

@@ -88,7 +88,7 @@ def test_gpus_are_recommended_and_the_others_are_named(
     assert written(tmp_path, "--partition", "cpu").device == "cpu"
 
 
-def test_of_parts_of_gpus_a_worker_sees_one_alone(commands: Path, tmp_path: Path) -> None:
+def test_a_worker_sees_only_one_part_of_a_gpu(commands: Path, tmp_path: Path) -> None:
     put_site(commands, [MadePartition("mig", gres="gpu:a100_1g.5gb:7")])
     cluster = written(tmp_path)
     assert (cluster.workers_per_node, cluster.gres) == (1, "gpu:a100_1g.5gb:1")
@@ -122,7 +122,7 @@ def test_limits_of_partition_account_and_qos_hold(commands: Path, tmp_path: Path
         ),
     ],
 )
-def test_where_nothing_can_be_used_the_reason_is_said_and_nothing_written(
+def test_if_nothing_can_be_used_the_reason_is_given_and_nothing_written(
     commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], site: tuple[MadePartition, str], reason: str
 ) -> None:
     put_site(commands, [site[0]], config=site[1])
@@ -131,7 +131,7 @@ def test_where_nothing_can_be_used_the_reason_is_said_and_nothing_written(
     assert not (tmp_path / "cluster.toml").exists()
 
 
-def test_a_file_that_is_there_stays(commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_existing_file_stays(commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put_site(commands, [MadePartition("a")])
     (tmp_path / "cluster.toml").write_text("mine")
     assert main([str(tmp_path / "cluster.toml")]) == 2
@@ -164,7 +164,7 @@ made = st.builds(
 
 @fuzz(15)
 @given(st.lists(made, min_size=1, max_size=4, unique_by=lambda p: p.name))
-def test_whatever_the_site_the_file_is_valid_or_the_reason_is_said(partitions: list[MadePartition]) -> None:
+def test_for_any_site_the_file_is_valid_or_the_reason_is_given(partitions: list[MadePartition]) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:

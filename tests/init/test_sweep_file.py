@@ -419,7 +419,7 @@ def test_an_option_that_resumes_without_a_value_is_given_none(commands: Path, tm
     assert '\nresume_arguments = ["--resume"] ' in (tmp_path / "train.toml").read_text()
 
 
-def test_what_the_source_does_not_say_is_unknown_and_asked_for(
+def test_facts_that_the_source_lacks_are_unknown_and_asked_for(
     commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     put_site(commands, [MadePartition("cpu")])

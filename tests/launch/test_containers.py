@@ -45,7 +45,7 @@ def script_of(cluster: ClusterSpec, work: WorkloadSpec, run: Path) -> str:
     return Launcher(cluster, RunDirectory(run), "tula-x", work=work).script(stage="train", nodes=2, minutes=5, tasks=1)
 
 
-def test_apptainer_has_the_words_the_mounts_and_the_variables(tmp_path: Path, work: WorkloadSpec) -> None:
+def test_apptainer_has_the_options_the_mounts_and_the_variables(tmp_path: Path, work: WorkloadSpec) -> None:
     cluster = cluster_in(mounts=["/scratch", "/a:/in:ro"], options=["--writable-tmpfs"], python="/opt/bin/python")
     text = script_of(cluster.model_copy(update={"device": "cuda"}), work, tmp_path / "run")
     line = next(line for line in text.splitlines() if line.startswith("srun "))
@@ -62,7 +62,7 @@ def test_apptainer_has_the_words_the_mounts_and_the_variables(tmp_path: Path, wo
     assert "--nv" not in script_of(cluster, work, tmp_path / "run")
 
 
-def test_pyxis_is_told_by_options_of_srun(tmp_path: Path, work: WorkloadSpec) -> None:
+def test_pyxis_is_set_up_by_options_of_srun(tmp_path: Path, work: WorkloadSpec) -> None:
     text = script_of(cluster_in(runtime="pyxis", mounts=["/scratch"]), work, tmp_path / "run")
     words = shlex.split(next(line for line in text.splitlines() if line.startswith("srun ")))
     mounts = ",".join(str(tmp_path / name) for name in ("here", "run", "data", "sources"))
@@ -76,7 +76,7 @@ def test_pyxis_is_told_by_options_of_srun(tmp_path: Path, work: WorkloadSpec) ->
     assert "a secret" not in text
 
 
-def test_what_lies_below_another_mount_is_not_mounted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_below_another_mount_are_not_mounted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folders = Folders((tmp_path / "data",), (tmp_path,))
     assert mounts_of(cluster_in(), folders, tmp_path / "runs" / "a") == [str(tmp_path)]
@@ -104,7 +104,7 @@ def test_controllers_stay_outside_as_they_need_slurms_commands() -> None:
         ("[container]\npython = '3'", "container.image: is required"),
     ],
 )
-def test_a_mistake_is_a_line(tmp_path: Path, text: str, words: str) -> None:
+def test_a_mistake_is_one_line(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(text)
     with pytest.raises(InputError, match=words) as caught:

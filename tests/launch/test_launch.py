@@ -144,7 +144,7 @@ def test_a_process_that_has_the_number_of_a_job_is_not_that_job(tmp_path: Path) 
         other.wait()
 
 
-def test_ids_of_jobs_return(tmp_path: Path) -> None:
+def test_an_id_that_returns_is_another_jobs(tmp_path: Path) -> None:
     """Process numbers return, and so do ids from a controller that has lost its state."""
     run = RunDirectory(tmp_path / "run").create()
     run.log_event("submitted", "train", job_id="7", data={"label": "first"})
@@ -427,7 +427,7 @@ def test_submitit_has_the_private_names_that_are_used_here(owner: object, name: 
 
 
 @pytest.mark.parametrize(("in_job", "jobs", "waits"), [(False, 0, False), (False, 1, True), (True, 1, False)])
-def test_who_waits_below_a_limit_on_jobs_does_not_wait_for_itself(
+def test_a_command_below_a_limit_on_jobs_does_not_wait_for_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_job: bool, jobs: int, waits: bool
 ) -> None:
     monkeypatch.setattr(slurm, "own_jobs", lambda: jobs)
@@ -530,7 +530,7 @@ def test_a_command_in_a_job_of_the_users_own_says_that_this_keeps_nodes(monkeypa
     assert describe_states(waiting) == message
 
 
-def test_a_job_that_waits_for_what_does_not_come_is_told_apart() -> None:
+def test_a_job_that_waits_in_vain_is_distinguished() -> None:
     waiting = slurm.JobState("PENDING", "Priority")
     stuck = slurm.JobState("PENDING", "PartitionConfig")
     message = describe_states({"7": slurm.JobState("RUNNING", ""), "8": waiting, "9": waiting, "10": stuck})

@@ -156,7 +156,7 @@ OF_EACH_COMMAND = ("own jobs", "steps", "the largest array", "a submission")
     ("name", "how"),
     [*itertools.product(QUESTIONS, SAID), *itertools.product(OF_EACH_COMMAND, ENDS)],
 )
-def test_what_is_no_answer_is_taken_for_none(commands: Path, name: str, how: str) -> None:
+def test_output_that_is_no_answer_counts_as_none(commands: Path, name: str, how: str) -> None:
     question = QUESTIONS[name]
     put_commands(commands, how, question.command)
     if question.command == "sbatch":
@@ -191,7 +191,7 @@ def test_nothing_of_a_command_that_is_given_up_stays_behind(commands: Path, how:
     assert not alive_in(group)
 
 
-def test_the_user_hears_of_a_command_that_has_not_answered_for_long(
+def test_a_command_that_has_not_answered_for_long_is_reported(
     commands: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     put_commands(commands, "a child without end")
@@ -234,7 +234,7 @@ def test_an_answer_without_end_takes_bounded_memory(commands: Path, monkeypatch:
         ("a failure with bytes", r"squeue failed: \xe4\xf6\xfc \xff\xfe" + "\0\x1b[31m"),
     ],
 )
-def test_what_is_wrong_with_a_command_is_said(commands: Path, how: str, words: str) -> None:
+def test_the_failure_of_a_command_is_reported(commands: Path, how: str, words: str) -> None:
     put_commands(commands, how)
     with pytest.raises(LaunchError) as raised:
         slurm.own_jobs()
@@ -257,7 +257,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 @pytest.mark.parametrize("how", AROUND)
-def test_a_status_is_told_whatever_a_site_prints(
+def test_a_status_is_shown_whatever_a_site_prints(
     commands: Path, run: RunDirectory, how: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     put_commands(commands, how)
@@ -283,7 +283,7 @@ def test_a_status_without_an_answer_is_not_known(
     assert json.loads(capsys.readouterr().out)["scheduler"]["words"].startswith("squeue ")
 
 
-def test_jobs_are_not_taken_for_gone_where_squeue_says_nothing(
+def test_jobs_do_not_count_as_gone_without_a_valid_answer_of_squeue(
     commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Jobs count as gone only in a valid answer without them, not in an empty or a meaningless one."""
@@ -316,7 +316,7 @@ def test_a_task_that_was_cancelled_while_it_waited_is_known_by_its_array(
     assert (end.job.job_id, end.failure) == ("12_1", failure)
 
 
-def test_a_submission_of_which_sbatch_says_nothing_is_looked_for_by_its_name(commands: Path, tmp_path: Path) -> None:
+def test_a_submission_without_an_answer_of_sbatch_is_looked_up_by_its_name(commands: Path, tmp_path: Path) -> None:
     put_commands(commands, "nothing", "sbatch")
     names = 'for each do case "$each" in x-train-*) name=$each ;; esac; done'
     (commands / "squeue").write_text(f'#!/bin/sh\n{names}\nprintf "ARRAY_JOB_ID|NAME\\n34|$name\\n"\n')
@@ -374,7 +374,7 @@ def test_a_refusal_after_a_late_acceptance_is_of_a_second_job(tmp_path: Path, mo
     assert len(attempts) == 2
 
 
-def test_of_two_jobs_that_were_accepted_late_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_two_jobs_that_were_accepted_late_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither sbatch has an answer; the first job is found at once, the second one while it is waited for."""
     script = tmp_path / "job.sh"
     script.write_text("#!/bin/bash\n")
@@ -409,7 +409,7 @@ def test_a_requeue_that_never_has_an_answer_ends_in_time(commands: Path) -> None
     assert asked(commands / "scontrol") > 2
 
 
-def test_a_requeue_that_was_heard_though_it_had_no_answer_is_granted(commands: Path) -> None:
+def test_a_requeue_that_took_effect_without_an_answer_is_granted(commands: Path) -> None:
     """Another requeue would be refused, because the job already waits."""
     put_commands(commands)
     (commands / "scontrol").write_text(
@@ -421,7 +421,7 @@ def test_a_requeue_that_was_heard_though_it_had_no_answer_is_granted(commands: P
     assert (commands / "asked").read_text() == "\n"
 
 
-def test_a_machine_without_slurms_configuration_is_told_where_to_go(commands: Path) -> None:
+def test_the_error_without_slurms_configuration_says_where_to_go(commands: Path) -> None:
     put_commands(commands)
     words = "scontrol: fatal: Could not establish a configuration source"
     (commands / "scontrol").write_text(f"#!/bin/sh\necho {words} >&2\nexit 1\n")

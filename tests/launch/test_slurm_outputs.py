@@ -89,22 +89,22 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answers], None]:
         ("Project x has 12 GPU hours left.\n--> Checking job 3 of 5... OK\nSubmitted batch job 71\n12\n", "71"),
     ],
 )
-def test_the_id_is_that_which_sbatch_says(printed: str, job_id: str) -> None:
+def test_the_id_is_the_one_that_sbatch_prints(printed: str, job_id: str) -> None:
     assert id_in(printed) == job_id
 
 
-def test_words_around_no_id_are_none() -> None:
+def test_output_without_an_id_has_none() -> None:
     assert id_in("your job 12 is checked\n") == ""
 
 
 @pytest.mark.parametrize("state", STATES_NOT_OVER)
-def test_a_state_that_is_no_end_is_none_whatever_it_is(state: str, answer: Callable[[Answers], None]) -> None:
+def test_any_other_state_is_no_end(state: str, answer: Callable[[Answers], None]) -> None:
     answer({"squeue": f"12|{state}|None|x\n"})
     (found,) = slurm.queue(["12"]).values()
     assert not found.is_over
 
 
-def test_every_end_is_one() -> None:
+def test_every_state_of_an_end_is_an_end() -> None:
     ends = ["BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"]
     ends += ["PREEMPTED", "TIMEOUT"]
     assert all(JobState(state, "").is_over for state in ends)
@@ -137,14 +137,14 @@ def test_a_reason_may_hold_blanks_brackets_and_bars(
     assert explain(found).words == reason
 
 
-def test_tasks_that_wait_may_be_shown_in_one(answer: Callable[[Answers], None]) -> None:
+def test_waiting_tasks_may_be_shown_in_one_line(answer: Callable[[Answers], None]) -> None:
     """squeue does so without -r."""
     answer({"squeue": "12_[4-6,9%2]|PENDING|JobArrayTaskLimit|x\n12_3|RUNNING|None|x\n13_[0]|PENDING|Priority|x\n"})
     wanted = [*(f"12_{index}" for index in range(10)), "13_0"]
     assert sorted(slurm.queue(wanted)) == ["12_3", "12_4", "12_5", "12_6", "12_9", "13_0"]
 
 
-def test_a_job_that_has_got_the_id_of_one_of_ours_is_another_one(
+def test_a_job_with_the_id_of_one_of_ours_is_another_job(
     answer: Callable[[Answers], None], written: Callable[[str], str]
 ) -> None:
     """A controller that lost its state counts anew, so such a job is neither waited for nor cancelled."""
@@ -183,7 +183,7 @@ def test_ends_are_read_from_accounting(rows: str, failure: Failure, answer: Call
 
 
 @pytest.mark.parametrize("sacct", ["", "12|RUNNING|0:0|x\n12.batch|CANCELLED|0:15|x\n", None])
-def test_the_controller_tells_an_end_of_which_accounting_has_not_heard(
+def test_the_controller_reports_an_end_that_accounting_lacks(
     sacct: str | None, answer: Callable[[Answers], None], written: Callable[[str], str]
 ) -> None:
     answer({"sacct": sacct, "scontrol": written(PREEMPTED)})
@@ -216,7 +216,7 @@ def test_the_controller_tells_an_end_of_which_accounting_has_not_heard(
         (None, None),
     ],
 )
-def test_a_job_that_is_preempted_or_requeued_is_told_from_one_that_is_cancelled(
+def test_a_preempted_or_requeued_job_is_distinguished_from_a_cancelled_one(
     printed: str | None, leaving: Leaving | None, answer: Callable[[Answers], None], written: Callable[[str], str]
 ) -> None:
     answer({"scontrol": written(printed) if printed else printed})

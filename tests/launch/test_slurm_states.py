@@ -133,7 +133,7 @@ def rows(*states: tuple[str, str, str]) -> list[StepState]:
         ([], f"{FRAME}tula_hpc.errors.StorageError: /a: cannot be written: Permission denied", Failure.BUG),
     ],
 )
-def test_failures_are_told_apart(steps: list[StepState], log: str, failure: Failure) -> None:
+def test_failures_are_distinguished(steps: list[StepState], log: str, failure: Failure) -> None:
     assert classify(steps, log) is failure
 
 
@@ -164,13 +164,13 @@ def test_failures_are_told_apart(steps: list[StepState], log: str, failure: Fail
         ("RuntimeError: CUDA error: no kernel image is available for execution on the device", Failure.BUG),
     ],
 )
-def test_a_broken_device_is_told_from_a_bug_on_it(line: str, failure: Failure) -> None:
+def test_a_broken_device_is_distinguished_from_a_bug_on_it(line: str, failure: Failure) -> None:
     assert classify([], FRAME + line) is failure
     assert bool(broken_device(RuntimeError(line))) is (failure is Failure.DEVICE_FAILED)
 
 
 @pytest.mark.parametrize("error", [InputError, DivergedError, DeviceError, PreemptedError])
-def test_an_error_of_ours_tells_its_kind_by_its_name_in_a_log(error: type[TulaError]) -> None:
+def test_our_errors_are_recognized_by_their_names_in_a_log(error: type[TulaError]) -> None:
     assert error.failure is not None
     assert classify([], f"{FRAME}{error.__module__}.{error.__name__}: words") is error.failure
     assert error_for(error.failure) is error
@@ -237,12 +237,12 @@ def test_requeued_and_suspended_jobs_are_not_over() -> None:
         ("sbatch: error: invalid partition specified: nowhere", False, False),
     ],
 )  # fmt: skip
-def test_a_refusal_a_limit_and_no_answer_are_told_apart(words: str, unanswered: bool, limit: bool) -> None:
+def test_a_refusal_a_limit_and_no_answer_are_distinguished(words: str, unanswered: bool, limit: bool) -> None:
     assert (is_unanswered(words), is_submit_limit(words)) == (unanswered, limit)
 
 
 @pytest.mark.parametrize("silences", [0, 2, 3])
-def test_who_waits_for_a_controller_that_does_not_answer_hears_of_it(
+def test_waiting_for_a_controller_that_does_not_answer_is_reported(
     silences: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is reported once for each pause, and once more when the controller answers, if only after the last pause."""
@@ -268,7 +268,7 @@ def test_who_waits_for_a_controller_that_does_not_answer_hears_of_it(
     assert capsys.readouterr().err.splitlines() == expected[silences]
 
 
-def test_who_waits_ends_where_nobody_hears_of_it_any_more(
+def test_a_wait_ends_when_nobody_reads_its_output_any_more(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Output still goes to stdout: only standard error was closed."""
@@ -311,7 +311,7 @@ def test_waiting_for_a_controller_ends_though_each_question_takes_long(monkeypat
 
 
 @pytest.mark.parametrize("given", ["", "there", "nowhere"])
-def test_who_finds_no_controller_hears_which_configuration_was_used(
+def test_a_missing_controller_is_reported_with_the_configuration_that_was_used(
     given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "there").touch()
@@ -355,11 +355,11 @@ def test_who_finds_no_controller_hears_which_configuration_was_used(
         (" \n", "no log was written; the run directory has to be on a file system that all nodes see"),
     ],
 )
-def test_a_log_is_told_by_the_line_that_says_most(log: str, line: str) -> None:
+def test_a_log_is_summarized_by_its_most_informative_line(log: str, line: str) -> None:
     assert informative_line(log) == line
 
 
-def test_what_submitit_writes_around_every_job_is_left_out() -> None:
+def test_lines_that_submitit_writes_around_every_job_are_left_out() -> None:
     around = [
         "submitit INFO (2026-11-22 11:09:13,479) - Starting with JobEnvironment(job_id=7, hostname=n1)",
         "submitit INFO (2026-11-22 11:09:13,479) - Loading pickle: /run/7_submitted.pkl",

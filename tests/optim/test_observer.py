@@ -41,7 +41,7 @@ def tell(
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize("clipped", [1.0, 0.25])
 @pytest.mark.parametrize("absent", [None, 1])
-def test_it_tells_what_the_scaling_optimizer_would(norms: bool, clipped: float, absent: int | None) -> None:
+def test_an_observer_reports_what_the_scaling_optimizer_would(norms: bool, clipped: float, absent: int | None) -> None:
     mine, theirs = parameters(), parameters()
     observer, stepped = observed(mine)
     scaling = wrap(theirs, granularity="tensor")
@@ -74,7 +74,7 @@ def test_steps_stay_what_they_are_bit_for_bit(kind: Any) -> None:
     assert observer.noise().noise_scale > 0
 
 
-def test_a_step_that_is_skipped_is_not_seen_and_what_was_told_of_it_not_used() -> None:
+def test_a_skipped_step_is_not_observed_and_its_norms_are_not_used() -> None:
     params = parameters()
     observer, stepped = observed(params)
     for step in range(STEPS):
@@ -92,7 +92,7 @@ def test_a_step_that_is_skipped_is_not_seen_and_what_was_told_of_it_not_used() -
 
 
 @pytest.mark.parametrize("unscaled", [False, True])
-def test_of_a_fused_step_the_loss_scale_is_divided_out_and_an_overflow_is_not_seen(unscaled: bool) -> None:
+def test_the_loss_scale_of_a_fused_step_is_divided_out_and_an_overflow_is_not_seen(unscaled: bool) -> None:
     params = parameters()
     observer, stepped = observed(params, AdamW(params, lr=0.0, fused=True))
     scaler = GradScaler("cpu", init_scale=1024.0)
@@ -110,7 +110,7 @@ def test_of_a_fused_step_the_loss_scale_is_divided_out_and_an_overflow_is_not_se
     assert observer.step_metrics(1)["gradient_norm"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_what_is_forgotten_of_a_step_is_not_used_at_the_next() -> None:
+def test_forgotten_norms_are_not_used_at_the_next_step() -> None:
     params = parameters()
     observer, stepped = observed(params)
     give(params, gradients(0))
@@ -121,7 +121,7 @@ def test_what_is_forgotten_of_a_step_is_not_used_at_the_next() -> None:
     assert math.isnan(observer.noise().noise_scale)
 
 
-def test_while_it_is_idle_it_sees_nothing() -> None:
+def test_an_idle_observer_sees_nothing() -> None:
     params = parameters()
     observer, stepped = observed(params)
     for step in range(3):
@@ -132,7 +132,7 @@ def test_while_it_is_idle_it_sees_nothing() -> None:
     assert observer.step_metrics(1)["sensitivity"] == pytest.approx(8.0)
 
 
-def test_what_was_told_holds_for_one_step() -> None:
+def test_observed_norms_hold_for_one_step() -> None:
     params = parameters()
     observer, stepped = observed(params)
     give(params, gradients(0))
@@ -159,7 +159,7 @@ def test_an_overflow_is_not_remembered(norms: bool) -> None:
     assert observer.step_metrics(1)["sensitivity"] == pytest.approx(3.0)
 
 
-def test_it_goes_on_from_its_state() -> None:
+def test_an_observer_continues_from_its_state() -> None:
     runs = []
     for stop in (None, 3):
         params = parameters()
@@ -185,7 +185,7 @@ def test_a_training_that_was_not_observed_is_observed_from_then_on() -> None:
     assert math.isnan(observer.step_metrics(1)["gradient_norm"])
 
 
-def test_sparse_gradients_are_none_of_its_business() -> None:
+def test_sparse_gradients_are_not_observed() -> None:
     embedding, linear = nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1)
     optimizer = SGD([*embedding.parameters(), *linear.parameters()], lr=0.1)
     observer = StepObserver(optimizer, LARGE)
@@ -196,7 +196,7 @@ def test_sparse_gradients_are_none_of_its_business() -> None:
     assert math.isnan(observer.step_metrics(1)["gradient_norm"])
 
 
-def test_without_gradients_there_is_nothing_to_see() -> None:
+def test_without_gradients_nothing_is_observed() -> None:
     observer, stepped = observed(parameters())
     stepped.step()
     assert math.isnan(observer.step_metrics(1)["gradient_norm"])

@@ -139,7 +139,7 @@ def test_grad_scaler_unscales_before_the_gate_and_skips_overflow() -> None:
     assert statistics == other_statistics
 
 
-def test_grad_scaler_with_a_fused_base() -> None:
+def test_grad_scaler_works_with_a_fused_base() -> None:
     """Fused optimizers apply the scale themselves; the gate must see unscaled gradients nevertheless."""
     model = make_model()
     optimizer = wrap(Adam(model.parameters(), lr=0.01, fused=True))
@@ -171,7 +171,7 @@ def test_closures_are_gated_after_they_ran() -> None:
     assert first.steps == 8
 
 
-def test_lbfgs_which_calls_its_closure_again_and_again() -> None:
+def test_lbfgs_may_call_its_closure_again_and_again() -> None:
     model = make_model()
     optimizer = wrap(LBFGS(model.parameters(), max_iter=5))
 

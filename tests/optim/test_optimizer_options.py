@@ -494,7 +494,7 @@ def test_of_several_calls_of_a_closure_the_last_decides_on_the_update() -> None:
     assert parameter.item() == pytest.approx(-3.0)
 
 
-def test_plain_sgd_does_not_care_where_it_is_scaled() -> None:
+def test_plain_sgd_is_the_same_with_scaled_gradients_or_scaled_updates() -> None:
     weights = []
     for apply in ("gradient", "update"):
         params = parameters()

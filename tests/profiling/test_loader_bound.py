@@ -102,7 +102,7 @@ def test_a_profile_sees_what_a_training_takes(
     assert fmean(found) == pytest.approx(truth_s, rel=0.03)
 
 
-def test_the_first_rounds_do_not_live_on_what_lay_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_rounds_do_not_use_up_batches_that_were_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise five rounds with a loader that is nearly fast enough would see no wait at all, and agree on that."""
     need, cv, processes = 1.3, 0.5, 8
     runs = [profiled(monkeypatch, FakeWorker(need, cv, processes, seed)).samples["step"] for seed in range(20)]
@@ -153,7 +153,7 @@ class FakeEvent:
 
 
 @pytest.mark.parametrize(("wait_s", "step_s", "felt_s"), [(0.03, 0.04, 0.0), (0.1, 0.04, 0.06), (0.04, 0.04, 0.0)])
-def test_a_gpu_feels_a_wait_only_while_it_has_nothing_to_do(
+def test_a_wait_delays_a_gpu_only_while_it_has_nothing_to_do(
     monkeypatch: pytest.MonkeyPatch, wait_s: float, step_s: float, felt_s: float
 ) -> None:
     """The host asks for the next batch at once, and launches in no time."""
@@ -172,7 +172,7 @@ def test_a_gpu_feels_a_wait_only_while_it_has_nothing_to_do(
     assert FakeEvent.device_s == pytest.approx(wait_s + (steps - 1) * felt_s + steps * step_s)
 
 
-def test_on_a_cpu_every_wait_is_felt() -> None:
+def test_every_wait_delays_a_cpu() -> None:
     waits = LoaderWaits(CPU)
     for _ in range(3):
         waits.arrived(0.5)

@@ -34,7 +34,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return ticks
 
 
-def test_packages_are_added_and_neither_their_parts_nor_the_whole(tmp_path: Path, clock: list[float]) -> None:
+def test_only_packages_are_added_and_neither_their_parts_nor_the_whole(tmp_path: Path, clock: list[float]) -> None:
     for name in ("intel-rapl:0", "intel-rapl:1", "intel-rapl:0:0", "intel-rapl:9"):
         zone(tmp_path, name, 5_000_000)
     began = read_energy()
@@ -53,7 +53,7 @@ def test_a_counter_that_wraps_goes_on(tmp_path: Path, clock: list[float]) -> Non
     assert mean_power(began, read_energy()).watts == pytest.approx(20.0)
 
 
-def test_what_may_not_be_read_is_unknown(tmp_path: Path) -> None:
+def test_a_counter_that_may_not_be_read_is_unknown(tmp_path: Path) -> None:
     (tmp_path / "intel-rapl:0").mkdir()
     (tmp_path / "intel-rapl:1").mkdir()
     (tmp_path / "intel-rapl:1" / "energy_uj").write_text("n/a")

@@ -113,7 +113,7 @@ def test_a_split_is_the_same_in_all_processes_or_is_refused(
         assert all(torch.equal(first.test[n][0], second.test[n][0]) for n in range(12))
 
 
-def test_what_python_warns_of_in_own_code_is_passed_on(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pythons_warnings_about_own_code_are_passed_on(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     it = "        return self.head"
     own = OWN.replace(it, f"        nn.functional.mse_loss(images, images[:1])\n{it}")
     assert tried(here, own=own) == 0
@@ -263,7 +263,7 @@ def test_parameters_without_a_gradient_matter_to_several_workers(
     assert ("no gradient to spare.weight, spare.bias" in capsys.readouterr().err) == bool(code)
 
 
-def test_more_samples_than_there_are(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_samples_than_there_are_is_a_mistake(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tried(here, more="samples = 50") == 2
     assert capsys.readouterr().err == "workload.samples: 50, but the training set has 40\n"
 

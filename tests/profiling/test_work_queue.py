@@ -154,13 +154,13 @@ def killed_after(of: ProfileJob, steps: int) -> Configuration | None:
 
 
 @pytest.mark.parametrize(("steps", "blamed"), [(0, LIST[0]), (1, LIST[0]), (2, LIST[1]), (3, MORE[1]), (4, None)])
-def test_a_kill_is_held_against_what_was_being_measured(
+def test_a_kill_counts_against_the_configuration_that_was_being_measured(
     tmp_path: Path, steps: int, blamed: Configuration | None
 ) -> None:
     assert killed_after(job(tmp_path), steps) == blamed
 
 
-def test_a_job_that_left_no_notes_is_held_against_the_first_of_its_list(tmp_path: Path) -> None:
+def test_a_job_that_left_no_notes_counts_against_the_first_of_its_list(tmp_path: Path) -> None:
     assert blamed_configuration(LIST, tmp_path / "none.jsonl") == LIST[0]
 
 
@@ -171,7 +171,7 @@ def test_an_out_of_memory_that_a_worker_recorded_needs_no_second_record(tmp_path
     assert blamed_configuration(LIST, of.output) is None
 
 
-def test_a_death_that_is_on_record_is_held_against_nothing_else(tmp_path: Path) -> None:
+def test_a_death_that_is_on_record_counts_against_nothing_else(tmp_path: Path) -> None:
     """The command that recorded it was killed before it noted that the job's end had been handled."""
     of = job(tmp_path)
     append_record(of.output, measurement(LIST[0], status="failed", failure=Failure.BUG))
@@ -202,7 +202,7 @@ def test_a_search_that_breaks_says_why(tmp_path: Path) -> None:
         ask_search(ProfileJob(broken, ClusterSpec(), LIST, tmp_path / "x.jsonl", nodes=2))
 
 
-def test_a_job_that_was_killed_between_two_configurations_is_held_against_neither(tmp_path: Path) -> None:
+def test_a_job_that_was_killed_between_two_configurations_counts_against_neither(tmp_path: Path) -> None:
     of = job(tmp_path)
     assert WorkQueue(of, RANK_0).next() == LIST[0]
     finish(of, LIST[0])

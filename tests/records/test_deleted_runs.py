@@ -60,7 +60,7 @@ def test_a_folder_is_lost_when_its_name_leads_elsewhere(tmp_path: Path) -> None:
     assert not HeldFolder(folder).is_lost
 
 
-def test_what_cannot_be_told_for_now_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_checked_for_now_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = HeldFolder(tmp_path)
 
     def unreachable(*_: object, **__: object) -> os.stat_result:

@@ -51,7 +51,7 @@ CHANGES = {
 
 
 @given(st.dictionaries(st.sampled_from([*CHANGES]), st.none(), max_size=6), st.booleans())
-def test_only_code_may_be_another(changed: dict[str, None], edited: bool) -> None:
+def test_only_code_may_differ(changed: dict[str, None], edited: bool) -> None:
     update: dict[str, object] = {key: CHANGES[key][0] for key in changed}
     now = SMALL.model_copy(update=update | ({"sources": {"net.py": "9", "data.py": "2"}} if edited else {}))
     assert now.is_same(SMALL) == (not changed) == (now.difference(SMALL) == "")
@@ -60,7 +60,7 @@ def test_only_code_may_be_another(changed: dict[str, None], edited: bool) -> Non
 
 
 @pytest.mark.parametrize("key", CHANGES)
-def test_what_is_another_is_refused_in_one_line_with_what_to_do(key: str, tmp_path: Path) -> None:
+def test_a_difference_is_refused_in_one_line_with_what_to_do(key: str, tmp_path: Path) -> None:
     value, words = CHANGES[key]
     run = RunDirectory(tmp_path)
     refuse_another(run, SMALL, SMALL.model_copy(update={"sources": {}}))

@@ -193,7 +193,7 @@ def test_what_a_job_reports_before_its_submission_is_on_record_is_kept() -> None
     assert len(run_history.of_training("a")) == 2
 
 
-def test_a_training_whose_files_were_moved_away_is_not_the_next_ones() -> None:
+def test_a_training_whose_files_were_moved_away_does_not_count_for_the_next_one() -> None:
     """Neither its events nor its nodes count; its jobs stay on record."""
     before = [{"event": "submitted", "job_id": "7"}, {"event": "finished", "job_id": "7"}]
     run_history = history(

@@ -213,7 +213,7 @@ def test_each_partition_has_its_table_and_a_record_is_of_one(
     assert "no partition 'huge'; expected small or large" in capsys.readouterr().err
 
 
-def test_a_reader_that_has_heard_enough_is_no_error(
+def test_a_reader_that_closes_the_output_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     read_end, write_end = os.pipe()
@@ -245,7 +245,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "resnet17" in output
 
 
-def test_the_client_gives_the_record(
+def test_the_client_returns_the_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The client returns its command's record, here without a process."""
@@ -271,7 +271,7 @@ def test_the_client_gives_the_record(
     ],
     ids=["fails", "damaged", "late", "killed"],
 )
-def test_whatever_goes_wrong_is_a_reason_and_no_exception(
+def test_any_failure_is_a_reason_and_no_exception(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, timeout_s: float, reason: str
 ) -> None:
     python = tmp_path / "python"

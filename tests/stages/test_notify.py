@@ -28,7 +28,7 @@ def lines_of(folder: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def test_the_news_of_a_training_are_told_once_each_also_by_another_command(tmp_path: Path) -> None:
+def test_each_message_about_a_training_is_sent_once_even_by_another_command(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run").create()
     run.log_event("finished", "train", job_id="1", detail="in an earlier command")
     time.sleep(0.01)
@@ -53,7 +53,7 @@ def test_the_news_of_a_training_are_told_once_each_also_by_another_command(tmp_p
     assert {line.rpartition("|")[2] for line in lines_of(tmp_path)} == {str(run.root)}
 
 
-def test_the_end_of_a_stage_is_told_again_only_after_further_jobs(tmp_path: Path) -> None:
+def test_the_end_of_a_stage_is_sent_again_only_after_further_jobs(tmp_path: Path) -> None:
     sweep = sweep_with(tmp_path)
     for job_id in ("1", "2"):
         sweep.run.log_event("submitted", "profile", job_id=job_id)
@@ -62,7 +62,7 @@ def test_the_end_of_a_stage_is_told_again_only_after_further_jobs(tmp_path: Path
     assert len(lines_of(tmp_path)) == 2
 
 
-def test_what_happened_is_data_to_the_shell(tmp_path: Path) -> None:
+def test_a_message_is_data_to_the_shell(tmp_path: Path) -> None:
     """The command must be no argument either, because everybody on the machine could read it."""
     hostile = f'"; touch {tmp_path}/made; $(touch {tmp_path}/made) `touch {tmp_path}/made`\x1b[2J'
     notify(sweep_with(tmp_path), "sweep_failed", f"{hostile}\nand more")
@@ -81,7 +81,7 @@ def test_what_happened_is_data_to_the_shell(tmp_path: Path) -> None:
         ("nonsense-of-a-name", "nonsense-of-a-name"),
     ],
 )
-def test_a_command_that_fails_or_hangs_is_said_once_and_changes_nothing(
+def test_a_command_that_fails_or_hangs_is_reported_once_and_changes_nothing(
     tmp_path: Path, command: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notifications, "TIME_LIMIT_S", 0.2)

@@ -82,7 +82,7 @@ def test_a_part_without_nodes_enough_is_left_out(tmp_path_factory: pytest.TempPa
     assert [part.cluster.partition for part in parts] == ["big", "small"]
 
 
-def test_failures_of_an_earlier_command_may_have_been_mended() -> None:
+def test_failures_of_an_earlier_command_may_have_been_corrected() -> None:
     fields = {"nodes": 1, "workers_per_node": 1, "local_batch": 8, "failure": "bug"}
     rows = [
         Measurement.model_validate({"status": status, "finished_at": at, "partition": part, **fields})
@@ -147,7 +147,7 @@ def test_before_the_first_profile_an_estimate_is_made_once(tmp_path: Path, asked
     assert asked == ["", "gpu"]
 
 
-def test_an_estimate_that_fails_is_said_and_stops_nothing(tmp_path: Path, asked: list[str]) -> None:
+def test_an_estimate_that_fails_is_reported_and_stops_nothing(tmp_path: Path, asked: list[str]) -> None:
     progress = RecordedProgress()
     assert _trusted_batch(part_with_limit(tmp_path, "broken"), progress) is None
     assert "no torch here" in progress.lines[-1]
@@ -363,7 +363,7 @@ class Slow(Scheduler):
         return [Ended(job, Failure.TIMED_OUT, log, None) for job in jobs]
 
 
-def test_a_time_limit_is_said_at_once_with_its_key_and_ends_in_a_sentence(
+def test_a_time_limit_is_reported_at_once_with_its_key_and_ends_in_a_sentence(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scheduler, sweep = profile(monkeypatch, tmp_path, measures=False, kind=Slow)
@@ -419,7 +419,7 @@ class Cancelled(Scheduler):
         return [Ended(job, Failure.CANCELLED, "CANCELLED AT 12:00", None) for job in jobs]
 
 
-def test_a_cancelled_job_is_told_once(
+def test_a_cancelled_job_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scheduler, sweep = profile(monkeypatch, tmp_path, measures=False, kind=Cancelled)
@@ -449,7 +449,7 @@ class Requeued(Scheduler):
         return super().wait(jobs, tick)
 
 
-def test_why_a_job_that_ran_waits_again_is_told_once(
+def test_the_reason_why_a_job_that_ran_waits_again_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, sweep = profile(monkeypatch, tmp_path, measures=True, kind=Requeued)
@@ -474,7 +474,7 @@ class BrokenSetup(Scheduler):
         raise KeyboardInterrupt
 
 
-def test_what_failed_of_setup_is_said_once_while_the_first_job_runs(
+def test_a_failed_command_of_setup_is_reported_once_while_the_first_job_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, sweep = profile(monkeypatch, tmp_path, measures=False, kind=BrokenSetup)
@@ -486,7 +486,7 @@ def test_what_failed_of_setup_is_said_once_while_the_first_job_runs(
 
 
 @pytest.mark.parametrize("failure", [Failure.PREEMPTED, Failure.KILLED])
-def test_a_preemption_is_not_held_against_what_was_being_measured(
+def test_a_preemption_does_not_count_against_what_was_being_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failure: Failure
 ) -> None:
     """If it cancels the job, another job measures that; a job that was killed may have died of it."""

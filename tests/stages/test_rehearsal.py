@@ -43,7 +43,7 @@ def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     return answer
 
 
-def test_what_is_wrong_is_refused_with_the_way_out_where_there_may_be_one(answers: Callable[[str], None]) -> None:
+def test_a_mistake_is_refused_with_a_way_out_where_there_may_be_one(answers: Callable[[str], None]) -> None:
     answers("echo chatter >&2; echo 'workload.model: mine:net cannot' >&2; exit 3")
     with pytest.raises(InputError) as raised:
         rehearse(spec_of(), SLURM, FILES)
@@ -76,7 +76,7 @@ def test_own_code_that_crashes_is_refused_with_its_place(answers: Callable[[str]
         ("echo", 60.0, "it ended without an answer"),
     ],
 )
-def test_where_it_cannot_be_tried_nothing_is_refused(
+def test_a_workload_that_cannot_be_tried_is_not_refused(
     answers: Callable[[str], None], program: str, timeout_s: float, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers(program)
@@ -91,7 +91,7 @@ def test_the_trial_has_the_variables_of_a_job(answers: Callable[[str], None]) ->
     assert rehearse(spec_of(), SLURM.model_copy(update={"environment": {"DATA_ROOT": "/d"}}), FILES) == "/d"
 
 
-def test_what_python_warned_of_is_said(answers: Callable[[str], None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_pythons_warnings_are_reported(answers: Callable[[str], None], capsys: pytest.CaptureFixture[str]) -> None:
     trial = Trial(identity=IDENTITY, warnings=("mine.py:3: it broadcasts",))
     answers(f"echo '{trial.model_dump_json()}'")
     assert isinstance(rehearse(spec_of(), SLURM, FILES), Trial)
@@ -182,7 +182,7 @@ def trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rehearsals:
     return Rehearsals(monkeypatch, tmp_path / "run")
 
 
-def test_it_is_tried_once_and_again_when_something_changed(trials: Rehearsals) -> None:
+def test_a_workload_is_tried_once_and_again_when_something_changed(trials: Rehearsals) -> None:
     assert [trials.command(), trials.command(), trials.command(max_batch=128)] == [1, 0, 0]
     assert trials.tried == [[""]]
     assert trials.run.footprints([""]) == {"": FOOTPRINT}
@@ -190,7 +190,7 @@ def test_it_is_tried_once_and_again_when_something_changed(trials: Rehearsals) -
     assert [trials.command(), trials.command()] == [1, 0]
 
 
-def test_what_could_not_be_tried_is_tried_the_next_time(trials: Rehearsals) -> None:
+def test_a_workload_that_could_not_be_tried_is_tried_the_next_time(trials: Rehearsals) -> None:
     trials.finds = "no memory"
     assert [trials.command(), trials.command()] == [1, 1]
     assert trials.run.trial() is None

@@ -81,7 +81,7 @@ def test_batches_that_ran_out_of_memory_on_another_partition_do_not_count(run: R
 
 
 @pytest.mark.parametrize("last_epoch", [3.0, 3.2])
-def test_a_training_that_timed_out_in_its_last_evaluation_is_told_which_key_to_raise(
+def test_a_training_that_timed_out_in_its_last_evaluation_names_the_key_to_raise(
     run: RunDirectory, last_epoch: float
 ) -> None:
     """The last epoch on record is the one before it, because the last one is not evaluated yet."""
@@ -106,7 +106,7 @@ def test_a_plan_is_kept_once_training_began(run: RunDirectory) -> None:
     assert plan_stage(sweep) == PLAN
 
 
-def test_a_training_that_left_nothing_is_none(run: RunDirectory) -> None:
+def test_a_training_that_left_nothing_does_not_count(run: RunDirectory) -> None:
     """Otherwise no other inputs could be measured after a training that failed at once or was moved away."""
     assert not run.has_trained()
     run.log_event("submitted", "train", job_id="1")
@@ -137,7 +137,7 @@ def test_a_lost_plan_of_a_training_is_made_again_which_status_and_the_command_sa
     assert (made.chosen, made.reason) == (other, AS_BEGUN), "what trains goes on"
 
 
-def test_who_waits_for_a_training_that_went_on_hears_from_where(
+def test_a_training_that_went_on_is_reported_with_where_it_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunDirectory(tmp_path / "run").create()
@@ -225,7 +225,7 @@ def test_the_time_that_profiling_takes_follows_from_what_was_measured() -> None:
     ]
 
 
-def test_a_loss_that_is_not_finite_is_told_in_a_line(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_gives_one_line(tmp_path: Path) -> None:
     words = "the loss is not finite at step 8; lower workload.lr or warm up longer, unless samples hold inf or nan"
     frame = 'Traceback (most recent call last):\n  File "trainer.py", line 1, in run\n    raise DivergedError(words)\n'
     job = Submitted("7", tmp_path)
@@ -233,7 +233,7 @@ def test_a_loss_that_is_not_finite_is_told_in_a_line(tmp_path: Path) -> None:
     assert describe_failures([end]) == f"{words}\nlog: {tmp_path / '7_0_log.err'}"
 
 
-def test_a_failure_of_setup_in_a_job_that_went_on_is_told_once() -> None:
+def test_a_failure_of_setup_in_a_job_that_went_on_is_reported_once() -> None:
     began = JobNote(note="began", time=1.0, job_id="7", detail="`module …` in setup ended with exit code 127")
     notes = [began, began.model_copy(update={"detail": ""}), began, JobNote(note="ended", time=2.0, detail="why")]
     (words,) = setup_failures(notes)

@@ -326,7 +326,7 @@ def test_a_method_that_always_diverged_has_no_accuracy() -> None:
     assert found["lbt", 512].mark == "best"
 
 
-def test_equals_are_marked_alike_and_named_together() -> None:
+def test_equal_results_are_marked_alike_and_named_together() -> None:
     found = table({("lbt", 512): [0.7, 0.6], ("ags", 512): [0.6, 0.7], ("lrs", 512): [0.4], ("lars", 512): [0.4]})
     marks = {column: entry.mark for (column, _), entry in found.entries.items()}
     assert marks == {"lbt": "best", "ags": "best", "lrs": "worst", "lars": "worst"}
@@ -397,14 +397,14 @@ def test_the_verdict_begins_with_what_became_of_plain_training(
     assert verdict_of(small, plain, ags=[0.2]).startswith(f"B = 512: {expected}")
 
 
-def test_runs_that_diverged_are_told_once_in_whole_sentences() -> None:
+def test_runs_that_diverged_are_reported_once_in_whole_sentences() -> None:
     message = verdict_of([0.7, 0.7], [None, 0.6], ags=[0.66, 0.66], lrs=[None, 0.65])
     assert (message.count("diverged"), message.count("lrs diverged in 1 of 2 runs.")) == (2, 1)
     assert "Recovered" not in message
     assert "  " not in message
 
 
-def test_a_lead_that_rounds_to_nothing_is_no_lead_of_nothing() -> None:
+def test_a_lead_that_rounds_to_zero_is_not_called_zero() -> None:
     message = verdict_of([0.7], [0.6], ags=[0.6502], lrs=[0.65])
     assert "Best is ags with 65.0 %, less than 0.1 points above lrs. How much of that" in message
 
@@ -417,7 +417,7 @@ def test_where_no_method_came_through_nothing_is_said_to_be_missing() -> None:
     assert answer(table({("lbt", 512): [0.6], ("ags", 512): []})) == "No batch has two methods with results yet."
 
 
-def test_of_one_seed_no_deviation_is_told() -> None:
+def test_no_deviation_is_given_for_one_seed() -> None:
     alone = answer(table({("lbt", 512): [0.6], ("ags", 512): [0.7]}))
     assert alone == "ags is best at the one batch that can be judged."
 

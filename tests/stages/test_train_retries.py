@@ -116,7 +116,7 @@ def test_each_job_fences_those_before_it_before_it_has_saved(monkeypatch: pytest
         ),
     ],
 )
-def test_a_bug_or_a_cancellation_ends_it(
+def test_a_bug_or_a_cancellation_ends_a_training(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -197,7 +197,7 @@ def test_a_training_whose_checkpoints_are_gone_is_said_to_begin_from_the_start(
     [("NODE_FAIL", 64, ", as a node failed (NODE_FAIL)"), ("REQUEUED", 0, ""), ("REQUEUED", 64, None)],
     ids=["node", "begins anew", "itself"],
 )
-def test_a_job_that_runs_again_is_told_with_the_reason_and_from_where(
+def test_a_job_that_runs_again_is_reported_with_the_reason_and_where_it_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str, samples: int, why: str | None
 ) -> None:
     run = RunDirectory(tmp_path / "run").create()
@@ -243,7 +243,9 @@ def test_while_a_script_waits_only_what_is_kept_counts_as_done(
     assert recorded == [(STEP.epoch, []), *2 * [(STEP.epoch / 4 if is_kept else 0.0, lost)]]
 
 
-def test_a_diverged_training_is_told_the_way_to_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_diverged_training_is_reported_with_the_way_to_another(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     run = RunDirectory(tmp_path / "run")
 
     def end_of(n: int) -> Failure:
@@ -293,7 +295,7 @@ def test_a_score_that_is_printed_and_not_yet_written_is_no_missing_one(tmp_path:
     assert unmatched_metric(sweep, Metrics([], [], 0)) == ""
 
 
-def test_a_training_that_stops_early_is_told_among_the_epochs_that_were_planned(
+def test_a_training_that_stops_early_is_reported_among_the_epochs_that_were_planned(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunDirectory(tmp_path / "run").create()
@@ -306,7 +308,7 @@ def test_a_training_that_stops_early_is_told_among_the_epochs_that_were_planned(
     assert line.startswith(f"training: 4 of {SPEC.workload.epochs} epochs done")
 
 
-def test_a_training_that_ended_while_nobody_waited_is_told_and_on_record(
+def test_a_training_that_ended_while_nobody_waited_is_reported_and_on_record(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A detached sweep's training always does: its controller begins when the job is over."""
@@ -325,7 +327,7 @@ def test_a_training_that_ended_while_nobody_waited_is_told_and_on_record(
     assert [(event.event, event.job_id) for event in run.events()][2:] == [("ended", "7")]
 
 
-def test_killed_again_and_again_at_the_same_place_is_given_up(
+def test_a_training_killed_again_and_again_at_the_same_place_is_given_up(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scheduler, error = train(monkeypatch, tmp_path, lambda _: Failure.KILLED)
@@ -366,7 +368,7 @@ def test_a_training_that_gets_further_between_broken_devices_goes_on(
     assert scheduler.jobs == 8 + 2
 
 
-def test_other_ends_between_kills_count_as_getting_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_other_ends_between_kills_count_as_progress(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     scheduler, _ = train(monkeypatch, tmp_path, lambda n: Failure.PREEMPTED if n == 2 else Failure.KILLED)
     assert scheduler.jobs == 5
 
@@ -479,7 +481,7 @@ def test_jobs_that_end_at_their_time_limit_name_its_key(monkeypatch: pytest.Monk
     assert error.startswith("train: raise train_minutes in the cluster file (now 1440); timed out in job ")
 
 
-def test_nor_does_a_study_try_again(
+def test_a_study_does_not_try_again_after_its_time_limit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, used_up: Callable[[int], Failure]
 ) -> None:
     run = RunDirectory(tmp_path / "run").create()

@@ -99,7 +99,7 @@ def always_finish(_label: str, _number: int) -> None:
     return None
 
 
-def test_each_is_submitted_once_and_at_most_so_many_at_a_time(tmp_path: Path) -> None:
+def test_each_training_is_submitted_once_and_a_limited_number_at_a_time(tmp_path: Path) -> None:
     made, scheduler = trainings(tmp_path, always_finish, "abcde")
     assert run_all(made) == {}
     assert sorted(label for array in scheduler.arrays for label in array) == list("abcde")
@@ -115,7 +115,7 @@ def test_on_slurm_the_next_array_waits_for_the_end_of_the_last(tmp_path: Path) -
     assert scheduler.most_alive == 2
 
 
-def test_what_has_a_result_is_not_submitted_and_what_runs_is_waited_for(tmp_path: Path) -> None:
+def test_a_training_with_a_result_is_not_submitted_and_a_running_one_is_waited_for(tmp_path: Path) -> None:
     made, scheduler = trainings(tmp_path, always_finish, "abc")
     made.run_directory.train("a").root.mkdir(parents=True)
     scheduler.submit([made.jobs["a"]], data=[{"label": "a"}])
@@ -167,7 +167,7 @@ def test_where_every_training_meets_broken_devices_the_others_are_not_tried(tmp_
     assert max(scheduler.submissions(label) for label in "abcdefgh") == 3
 
 
-def test_where_nothing_gets_anywhere_the_others_are_not_tried(tmp_path: Path) -> None:
+def test_where_no_training_gets_further_the_others_are_not_tried(tmp_path: Path) -> None:
     made, scheduler = trainings(tmp_path, lambda *_: Failure.BUG, "abcdefgh")
     with pytest.raises(StageError, match="no training reaches its first logged step"):
         run_all(made)

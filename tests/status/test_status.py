@@ -130,7 +130,7 @@ def text_of(run_status: RunStatus) -> str:
     [("profile", 0, "unknown"), ("plan", 0, "stopped"), ("train", 5, "unknown"), ("train", 20, "finished")],
 )
 @pytest.mark.usefixtures("no_slurm")
-def test_a_run_of_every_stage_is_told_from_its_files_alone(
+def test_a_run_of_every_stage_is_shown_from_its_files_alone(
     tmp_path: Path, stage: str, epochs: int, state: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """These files are from before there were "ended" events, job notes, or labels of trainings."""
@@ -145,14 +145,14 @@ def test_a_run_of_every_stage_is_told_from_its_files_alone(
     assert ("epoch" in text.partition("\ntrain ")[2]) == (stage == "train")
 
 
-def test_a_fresh_run_directory_has_nothing_to_tell_and_says_so(tmp_path: Path, cluster: FakeSlurm) -> None:
+def test_a_fresh_run_directory_has_nothing_to_show_and_says_so(tmp_path: Path, cluster: FakeSlurm) -> None:
     run_status = status.status_of(new_run(tmp_path / "run").root)
     assert (run_status.state, run_status.exit_code, run_status.jobs) == ("stopped", 3, [])
     assert "nothing is measured" in run_status.words
     assert "nothing is known yet" in text_of(run_status)
 
 
-def test_a_single_profile_is_told_in_the_singular(tmp_path: Path, cluster: FakeSlurm) -> None:
+def test_a_single_profile_is_in_the_singular(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = new_run(tmp_path / "run")
     append_record(run.profile / "a.jsonl", measurement(Configuration(1, 1, 32)))
     run_status = status.status_of(run.root)
@@ -178,7 +178,7 @@ def test_what_is_no_run_directory_is_refused_in_one_line(
     assert len(error.splitlines()) == 1
 
 
-def test_damaged_files_are_named_and_the_rest_is_told(tmp_path: Path, cluster: FakeSlurm) -> None:
+def test_damaged_files_are_named_and_the_rest_is_shown(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = make_run(tmp_path / "run")
     run.plan_file.write_text("{")
     run.sweep_file.write_text("name = ")
@@ -194,7 +194,7 @@ def test_damaged_files_are_named_and_the_rest_is_told(tmp_path: Path, cluster: F
 
 
 @pytest.mark.parametrize("name", ["plan.json", "footprint.json"])
-def test_what_is_damaged_is_told_alike_by_status_and_plan_with_what_to_do(
+def test_damaged_files_are_reported_alike_by_status_and_plan_with_what_to_do(
     tmp_path: Path, cluster: FakeSlurm, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path / "run", stage="plan")
@@ -232,7 +232,7 @@ def test_a_plan_that_was_edited_is_refused_alike_by_status_plan_and_sweep_until_
     assert run.read_plan().objective == "time"
 
 
-def test_a_damaged_sweep_file_is_told_alike_by_status_and_plan_with_what_to_do(
+def test_a_damaged_sweep_file_is_reported_alike_by_status_and_plan_with_what_to_do(
     tmp_path: Path, cluster: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path / "run", stage="plan")
@@ -245,7 +245,7 @@ def test_a_damaged_sweep_file_is_told_alike_by_status_and_plan_with_what_to_do(
 
 
 @pytest.mark.parametrize("has_files", [True, False])
-def test_a_study_without_its_sweep_file_is_not_told_of_as_a_sweep(
+def test_a_study_without_its_sweep_file_is_not_called_a_sweep(
     tmp_path: Path, cluster: FakeSlurm, has_files: bool
 ) -> None:
     run = make_study(tmp_path / "run")
@@ -260,7 +260,7 @@ def test_a_study_without_its_sweep_file_is_not_told_of_as_a_sweep(
     assert not [word for word in ("plan", "profile", "measurements") if word in said]
 
 
-def test_a_lost_cluster_file_is_told_by_status_and_written_anew_by_the_command(
+def test_a_lost_cluster_file_is_reported_by_status_and_written_anew_by_the_command(
     tmp_path: Path, cluster: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = profiled(tmp_path / "run")
@@ -311,7 +311,7 @@ def test_a_training_with_an_old_report_or_without_its_model_is_not_everything_do
 # ---- jobs and the scheduler
 
 
-def test_what_slurm_says_of_a_job_is_told_in_its_word_and_in_plain_words(tmp_path: Path, cluster: FakeSlurm) -> None:
+def test_a_jobs_state_is_shown_in_slurms_word_and_in_plain_words(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = new_run(tmp_path / "run")
     for job in ("7_0", "7_1", "8"):
         submit(run, job)
@@ -390,7 +390,7 @@ def test_a_job_that_can_never_start_is_not_going_well(tmp_path: Path, cluster: F
 
 
 @pytest.mark.parametrize("how", ["dead", "missing"])
-def test_without_an_answer_the_files_alone_tell(
+def test_without_an_answer_only_the_files_count(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch, cluster: FakeSlurm
 ) -> None:
     run = new_run(tmp_path / "run")
@@ -419,9 +419,7 @@ def test_a_hanging_squeue_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.
     assert "squeue did not answer within 0.2 s" in status.status_of(run.root).scheduler.words
 
 
-def test_what_a_command_of_slurm_complains_of_is_told_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_complaint_of_a_command_of_slurm_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = new_run(tmp_path / "run")
     submit(run, "7")
     (tmp_path / "squeue").write_text(
@@ -487,7 +485,7 @@ def test_a_number_that_was_another_users_job_before_is_not_charged(tmp_path: Pat
 # ---- how jobs ended
 
 
-def test_a_failure_is_told_with_its_kind_its_last_line_and_its_log(tmp_path: Path, cluster: FakeSlurm) -> None:
+def test_a_failure_is_shown_with_its_kind_its_last_line_and_its_log(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = new_run(tmp_path / "run")
     submit(run, "7", "train", label="main")
     log = run.slurm / "train-7" / "7_0_log.err"
@@ -502,7 +500,7 @@ def test_a_failure_is_told_with_its_kind_its_last_line_and_its_log(tmp_path: Pat
     assert str(log) in status_text(run_status)
 
 
-def test_hosts_that_jobs_are_kept_off_are_told_with_what_was_said_there(tmp_path: Path, cluster: FakeSlurm) -> None:
+def test_hosts_that_jobs_are_kept_off_are_shown_with_the_error_there(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = new_run(tmp_path / "run")
     submit(run, "7", "train", label="main")
     fields = {"failure": Failure.DEVICE_FAILED, "job_id": "7", "data": {"hosts": ["n2"]}}
@@ -542,7 +540,7 @@ def test_status_and_command_name_the_log_with_the_cause(
     assert read_logs(Submitted("7", folder).log_files())[0] == Path(failure.log_file)
 
 
-def test_what_the_job_says_of_its_end_goes_before_what_the_scheduler_says(tmp_path: Path, cluster: FakeSlurm) -> None:
+def test_a_jobs_own_report_of_its_end_goes_before_the_schedulers(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = new_run(tmp_path / "run")
     submit(run, "7", "train", label="main")
     run.log_event("oom", "train", job_id="7", failure=Failure.DEVICE_OOM, detail="N=2 b=64 (B=128)")
@@ -693,7 +691,7 @@ def test_a_controller_that_vanished_leaves_a_sweep_that_must_be_started_again(
         (None, "9", "over, not yet acted on: controller job 9 will"),
     ],
 )
-def test_a_guard_is_told_apart_and_counts_where_its_controller_is_gone(
+def test_a_guard_is_distinguished_and_counts_where_its_controller_is_gone(
     tmp_path: Path, cluster: FakeSlurm, controller: tuple[str, str] | None, acting: str, words: str
 ) -> None:
     run = new_run(tmp_path / "run")
@@ -735,7 +733,7 @@ def profiled(root: Path) -> RunDirectory:
     return run
 
 
-def test_why_planning_failed_is_told_until_there_is_a_plan(tmp_path: Path, cluster: FakeSlurm) -> None:
+def test_the_failure_of_planning_is_shown_until_there_is_a_plan(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = profiled(tmp_path / "run")
     run.log_event("failed", "plan", detail="plan: no candidate satisfies objective.budget\nmore")
     run_status = status.status_of(run.root)
@@ -748,7 +746,7 @@ def test_why_planning_failed_is_told_until_there_is_a_plan(tmp_path: Path, clust
 
 
 @pytest.mark.parametrize("stage", ["profile", "train", "control"])
-def test_what_the_scheduler_refused_is_told_where_no_earlier_job_goes_on(
+def test_a_refusal_of_the_scheduler_is_shown_where_no_earlier_job_goes_on(
     tmp_path: Path, cluster: FakeSlurm, stage: str
 ) -> None:
     run = new_run(tmp_path / "run")
@@ -767,7 +765,7 @@ def test_what_the_scheduler_refused_is_told_where_no_earlier_job_goes_on(
     assert status.status_of(run.root).state == "failed"
 
 
-def test_a_full_disk_is_told_before_what_to_run_again(
+def test_a_full_disk_is_shown_before_what_to_run_again(
     tmp_path: Path, cluster: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = profiled(tmp_path / "run")
@@ -780,7 +778,7 @@ def test_a_full_disk_is_told_before_what_to_run_again(
     assert run_status.words == f"{run.root}: no space is left; make space there and run the same command again"
 
 
-def test_a_failure_that_a_later_job_made_up_for_is_not_told(tmp_path: Path, cluster: FakeSlurm) -> None:
+def test_a_failure_that_a_later_job_made_up_for_is_not_shown(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = profiled(tmp_path / "run")
     run.log_event("failed", "plan", detail="too little data")
     submit(run, "8")
@@ -789,7 +787,7 @@ def test_a_failure_that_a_later_job_made_up_for_is_not_told(tmp_path: Path, clus
 
 
 @pytest.mark.parametrize("stage", ["profile", "plan"])
-def test_a_command_that_was_not_to_go_further_is_told_to_have_ended(
+def test_a_command_that_was_not_to_go_further_is_shown_as_ended(
     tmp_path: Path, cluster: FakeSlurm, stage: Literal["profile", "plan"]
 ) -> None:
     run = profiled(tmp_path / "run")
@@ -839,7 +837,7 @@ def test_a_measurement_that_is_damaged_later_is_named_and_nothing_is_finished(
     assert run_status.words == f"{file}, line 1: {damage}: run the same command again to measure it again"
 
 
-def test_events_that_are_damaged_are_told(tmp_path: Path, cluster: FakeSlurm) -> None:
+def test_events_that_are_damaged_are_reported(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = profiled(tmp_path / "run")
     run.events_file.write_text("garbage\n" * 5)
     *named, others = status.status_of(run.root).doubts
@@ -966,7 +964,7 @@ def log_steps(run: RunDirectory, steps: int, *, batch: int = 100, step_time_s: f
 
 
 @pytest.mark.parametrize("is_saved", [False, True])
-def test_a_training_that_failed_is_told_with_what_is_left_of_it(
+def test_a_training_that_failed_is_shown_with_what_is_left_of_it(
     tmp_path: Path, cluster: FakeSlurm, is_saved: bool
 ) -> None:
     run = make_run(tmp_path / "run", epochs_done=5)
@@ -988,7 +986,7 @@ def test_a_training_that_failed_is_told_with_what_is_left_of_it(
     assert (waits.stand, waits.epoch > 0) == ("waiting", is_saved)
 
 
-def test_what_was_lost_at_a_kill_is_not_told_as_done(tmp_path: Path, cluster: FakeSlurm) -> None:
+def test_work_that_was_lost_at_a_kill_is_not_shown_as_done(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = new_run(tmp_path / "run")
     log_steps(run, 20, batch=100)
     run.train().checkpoints.mkdir()
@@ -1043,7 +1041,7 @@ def test_a_score_that_comes_late_is_that_of_the_epoch_before(tmp_path: Path) -> 
 
 @settings(max_examples=12)
 @given(steps=st.integers(1, 25), batch=st.sampled_from([10, 100]), step_time_s=st.floats(0.01, 10))
-def test_what_is_left_is_the_samples_left_at_the_present_pace(
+def test_the_time_left_is_that_of_the_samples_left_at_the_present_pace(
     tmp_path_factory: pytest.TempPathFactory, steps: int, batch: int, step_time_s: float
 ) -> None:
     run = new_run(tmp_path_factory.mktemp("run"))
@@ -1082,7 +1080,7 @@ def test_an_epochs_shorter_last_batch_is_no_smaller_batch(tmp_path: Path, seen: 
     assert training.global_batch == batch
 
 
-def test_a_training_under_way_is_told_with_all_its_marks(tmp_path: Path, cluster: FakeSlurm) -> None:
+def test_a_training_under_way_is_shown_with_all_its_marks(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = make_run(tmp_path / "run", epochs_done=5)
     submit(run, "30", "train")
     cluster.jobs = {"30": ("RUNNING", "None")}
@@ -1367,14 +1365,14 @@ def train_hours(run: RunDirectory) -> float:
     return cost.node_hours
 
 
-def test_the_time_beside_the_planned_cost_is_the_whole_time(tmp_path: Path, cluster: FakeSlurm) -> None:
+def test_the_time_shown_with_the_planned_cost_is_the_whole_time(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = make_run(tmp_path / "run", stage="plan")
     made = run.read_plan()
     write_plan(run, made.model_copy(update={"chosen": made.chosen.model_copy(update={"wall_time_s": 36_000.0})}))
     assert "10 h and " in text_of(status.status_of(run.root))
 
 
-def test_a_training_that_ended_is_held_against_its_plan(tmp_path: Path, cluster: FakeSlurm) -> None:
+def test_a_training_that_ended_is_compared_with_its_plan(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = make_run(tmp_path / "run")
     made = run.read_plan()
     interval = {"wall_time_s": (3_400.0, 3_800.0)}
@@ -1419,7 +1417,7 @@ def test_a_price_that_nobody_set_is_said_to_be_the_default() -> None:
     assert describe_price(ClusterSpec(), None).endswith("per node and hour, the default of pricing.usd_per_node_hour")
 
 
-def test_what_is_needed_for_a_price_and_not_known_is_not_made_up() -> None:
+def test_an_unknown_part_of_a_price_is_not_made_up() -> None:
     memory = ClusterSpec.model_validate({"pricing": {"basis": "memory"}})
     energy = ClusterSpec.model_validate({"pricing": {"basis": "energy"}})
     assert node_hour_price(memory, None, None) is None
@@ -1506,7 +1504,7 @@ def test_a_job_is_in_one_phase_whatever_slurm_says(
     assert {job.phase for job in job_statuses(facts, Answer(None))} == {JobPhase.UNKNOWN}
 
 
-def test_measurements_that_are_gone_are_told(tmp_path: Path, cluster: FakeSlurm) -> None:
+def test_measurements_that_are_gone_are_reported(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = make_run(tmp_path / "run", stage="plan")
     for path in run.profile.glob("*.jsonl"):
         path.unlink()

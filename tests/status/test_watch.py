@@ -60,7 +60,7 @@ def test_a_log_has_a_line_for_each_change_and_says_what_is_waited_for(
     assert third == f"over: {gone.words}, 0 configurations measured"
 
 
-def test_time_left_is_said_and_makes_no_line_of_its_own(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+def test_time_left_is_shown_and_makes_no_line_of_its_own(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     now = read_facts(run).now
     append_record(
         run.profile / "a.jsonl", measurement(CONFIGURATIONS[0], job_id="7", finished_at=now + 1, elapsed_s=80.0)
@@ -100,7 +100,7 @@ def test_a_screen_is_drawn_in_place_and_its_last_state_stays(
     assert "Priority" not in last
 
 
-def test_it_ends_with_its_reader(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watching_ends_with_its_reader(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipe such as `tula status RUN --watch | head -1` closes its output."""
     reading, writing = os.pipe()
     os.close(reading)
@@ -113,7 +113,7 @@ def test_it_ends_with_its_reader(run: RunDirectory, monkeypatch: pytest.MonkeyPa
         os.dup2(os.open(os.devnull, os.O_WRONLY), nobody.fileno())
 
 
-def test_ctrl_c_leaves_quietly(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_ends_watching_quietly(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupt(_: float) -> None:
         raise KeyboardInterrupt
 

@@ -232,9 +232,7 @@ def messages(log: bytes) -> Iterator[bytes]:
 
 
 @pytest.mark.processes
-def test_mlflow_has_one_run_that_says_itself_how_far_it_came(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_has_one_run_that_stores_how_far_it_came(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow", reason="mlflow is an extra that is not installed here")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     for steps in (range(1, 61), range(50, 71)):

@@ -101,7 +101,7 @@ def weights(run: RunDirectory) -> dict[str, Tensor]:
     return model
 
 
-def test_a_wrong_prediction_is_said_once_with_its_size_and_part(
+def test_a_wrong_prediction_is_reported_once_with_its_size_and_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # processor time, which other work does not prolong
@@ -139,7 +139,7 @@ def test_without_a_plan_or_switched_off_nothing_is_watched(tmp_path: Path) -> No
     assert train(prepared(tmp_path / "off", 1e-5), sweep(drift=False)) == []
 
 
-def test_an_episode_from_before_a_restart_is_not_told_again_and_can_end(tmp_path: Path) -> None:
+def test_an_episode_from_before_a_restart_is_not_reported_again_and_can_end(tmp_path: Path) -> None:
     still, over = prepared(tmp_path / "still", 1e-5), prepared(tmp_path / "over", 50.0)
     for run in (still, over):
         write_drift(run, "network", StepParts(allreduce_time_s=0.5))
@@ -216,7 +216,7 @@ def test_a_probe_without_memory_says_that_compute_is_unknown(monkeypatch: pytest
     assert probe_parts(worker, *next(worker.batches())).parts.compute_time_s is None
 
 
-def test_a_processor_that_is_had_in_turns_counts_as_slow_and_a_single_pause_does_not(
+def test_a_shared_processor_counts_as_slow_and_a_single_pause_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     turns = cycle([0.005, 0.005, 0.005, 0.005, 0.045])

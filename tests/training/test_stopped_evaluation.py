@@ -214,7 +214,7 @@ class Peer:
         pass
 
 
-def test_all_workers_look_as_often_though_one_has_fewer_batches() -> None:
+def test_all_workers_check_as_often_though_one_has_fewer_batches() -> None:
     for batches in (3, 4):
         peer = Peer(stops_at=0)
         looked = until_stopped(range(batches), 4, Agreement(peer, StopRequest(), lambda: SaveRequest.NOTHING))

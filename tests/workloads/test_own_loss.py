@@ -167,7 +167,7 @@ def test_a_step_in_parts_has_the_gradient_of_the_whole_batch() -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("workload", [REGRESSION, WORDS], ids=["several inputs", "words"])
-def test_it_is_profiled_and_its_memory_estimated(workload: dict[str, Any]) -> None:
+def test_a_regression_is_profiled_and_its_memory_estimated(workload: dict[str, Any]) -> None:
     spec = sweep(workload)
     measurement = measure(spec, ClusterSpec(), CONFIGURATION, ALONE)
     assert measurement.status == "ok"
@@ -189,7 +189,7 @@ def test_the_language_model_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert 0.1 < result.test_accuracy < 0.6
 
 
-def test_the_language_model_does_not_see_what_it_is_to_guess() -> None:
+def test_the_language_model_does_not_see_what_it_predicts() -> None:
     model = build_workload(WorkloadSpec.model_validate(WORDS)).model
     text = torch.arange(32).view(2, 16)
     changed = text.clone()
@@ -287,7 +287,7 @@ SCORES = "def f(outputs, targets): return "
     ],
 )
 @pytest.mark.parametrize("key", ["loss", "metric"])
-def test_a_loss_or_metric_that_is_none(
+def test_a_loss_or_metric_that_is_none_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, expected: str, key: str
 ) -> None:
     write_module(tmp_path, monkeypatch, body)
@@ -314,7 +314,9 @@ LOSS = "\ndef loss(outputs, targets): return outputs.mean(1)\n"
         ("[(torch.zeros(n), 1) for n in (3, 4)]", r"\(3,\).*\(4,\).*cannot be put into one batch.*padded or cut"),
     ],
 )
-def test_samples_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, items: str, expected: str) -> None:
+def test_samples_that_are_none_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, items: str, expected: str
+) -> None:
     write_module(tmp_path, monkeypatch, LOSS + f"def f(spec): return {items}, {items}, 2")
     with pytest.raises(InputError, match=expected) as raised:
         build_workload(WorkloadSpec(model="squeezenet1_1", dataset="mine:f", loss="mine:loss"))
@@ -331,13 +333,15 @@ def test_lack_of_memory_is_no_mistake_of_the_users() -> None:
         collate([(torch.zeros(3), 1), (torch.zeros(4), 1)])
 
 
-def test_images_of_several_sizes_are_told_without_a_loss_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_of_several_sizes_are_reported_without_a_loss_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_module(tmp_path, monkeypatch, "def f(spec): return good, [(torch.zeros(3, n, n), 1) for n in (8, 9)], 2")
     with pytest.raises(InputError, match=r"items 0, .* and 1, .* in the test set that cannot be put into one batch"):
         build_workload(WorkloadSpec(model="squeezenet1_1", dataset="mine:f"))
 
 
-def test_a_loss_without_a_gradient_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_without_a_gradient_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_module(tmp_path, monkeypatch, SCORES + "(outputs.argmax(1) == targets).float()")
     spec = WorkloadSpec(model="squeezenet1_1", dataset="digits").model_copy(update={"loss": "mine:f"})
     with pytest.raises(InputError, match=r"workload.loss: mine:f gives a loss without a gradient"):
@@ -345,7 +349,7 @@ def test_a_loss_without_a_gradient_is_told(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("share", ["100.0", "-0.1", "float('nan')"])
-def test_a_metric_that_is_no_share_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: str) -> None:
+def test_a_metric_that_is_no_share_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: str) -> None:
     write_module(tmp_path, monkeypatch, SCORES + f"torch.full((len(targets),), {share})")
     spec = WorkloadSpec(model="squeezenet1_1", dataset="digits").model_copy(update={"metric": "mine:f"})
     with pytest.raises(
@@ -354,7 +358,7 @@ def test_a_metric_that_is_no_share_is_told(tmp_path: Path, monkeypatch: pytest.M
         build_workload(spec)
 
 
-def test_whether_samples_are_right_will_do_as_a_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_metric_may_be_whether_samples_are_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_module(tmp_path, monkeypatch, SCORES + "outputs.argmax(1) == targets")
     spec = WorkloadSpec(model="squeezenet1_1", dataset="digits").model_copy(update={"metric": "mine:f"})
     right, best = build_workload(spec).criterion.hits(torch.eye(10)[:4], torch.tensor([0, 1, 5, 3])).tolist()
@@ -373,7 +377,7 @@ def test_whether_samples_are_right_will_do_as_a_metric(tmp_path: Path, monkeypat
         ),
     ],
 )
-def test_what_own_functions_raise_is_told_with_its_place(
+def test_errors_of_own_functions_are_reported_with_their_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, body: str
 ) -> None:
     write_module(tmp_path, monkeypatch, body)
@@ -480,13 +484,13 @@ def test_a_model_may_change_its_input_in_place(tmp_path: Path, monkeypatch: pyte
         ({"metric": "tests.examples.own_loss:nothing"}, {}, "defines no 'nothing'"),
     ],
 )
-def test_sweeps_that_do_not_fit(workload: dict[str, Any], study: dict[str, Any], expected: str) -> None:
+def test_sweeps_that_do_not_fit_are_refused(workload: dict[str, Any], study: dict[str, Any], expected: str) -> None:
     given = {"name": "x", "workload": workload, "study": {"methods": ["ags"], "batches": [64], **study}}
     with pytest.raises(ValueError, match=expected):
         SweepSpec.model_validate(given)
 
 
-def test_a_variant_that_has_no_accuracy_is_told_before_anything_runs(tmp_path: Path) -> None:
+def test_a_variant_that_has_no_accuracy_is_reported_before_anything_runs(tmp_path: Path) -> None:
     path = tmp_path / "study.toml"
     path.write_text(f"""
 name = "x"
@@ -535,7 +539,7 @@ def test_the_report_tells_the_loss_where_there_is_no_accuracy(known_by_loss: Run
     assert "test loss -3.25 after epoch" in status_text(status_of(known_by_loss.root))
 
 
-def test_a_study_says_which_of_its_trainings_knew_no_accuracy(tmp_path: Path) -> None:
+def test_a_study_says_which_of_its_trainings_had_no_accuracy(tmp_path: Path) -> None:
     run = make_study(tmp_path / "study")
     contents = read_study(run)
     cell = next(outcome.cell for outcome in contents.outcomes if outcome.status == "finished")

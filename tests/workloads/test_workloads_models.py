@@ -98,7 +98,7 @@ def test_every_model_builds_with_the_right_number_of_classes(name: str) -> None:
         *((name, 64) for name in ("alexnet", "convnext_tiny", "maxvit_t", "swin_t", "vit_b_16")),
     ],
 )
-def test_small_images_of_other_sizes(name: str, size: int) -> None:
+def test_small_images_of_other_sizes_are_accepted(name: str, size: int) -> None:
     assert meta_forward(on_meta(name, size), size)[0].shape == (2, CLASSES)
 
 

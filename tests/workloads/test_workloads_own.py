@@ -53,7 +53,7 @@ def test_the_example_trains() -> None:
     assert accuracy(workload) > 0.8
 
 
-def test_own_parts_go_with_ours() -> None:
+def test_own_parts_work_with_built_in_ones() -> None:
     assert build_workload(WorkloadSpec(model=MODEL, dataset="digits")).image_size == 8
     workload = build_workload(WorkloadSpec(model="squeezenet1_1", dataset=DATASET, image_size=8, samples=100))
     assert len(workload.train) == 100  # type: ignore[arg-type]
@@ -100,7 +100,9 @@ def write_module(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> No
         ),
     ],
 )
-def test_a_model_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, expected: str) -> None:
+def test_a_model_that_is_none_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, expected: str
+) -> None:
     write_module(tmp_path, monkeypatch, body)
     # skips the configuration's check, which reads the source, because this test is of what happens on the nodes
     spec = WorkloadSpec.model_construct(**{**WorkloadSpec().model_dump(), "model": "mine:f"})
@@ -121,7 +123,7 @@ f = lambda c, s: Choosy(3 * s * s, c)
 """
 
 
-def test_a_module_that_a_job_does_not_find_is_told_with_where_it_looked(
+def test_a_module_that_a_job_does_not_find_is_reported_with_where_it_looked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -195,7 +197,9 @@ def test_a_worker_tries_a_model_on_its_own_device(tmp_path: Path, monkeypatch: p
         ),
     ],
 )
-def test_a_data_set_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, expected: str) -> None:
+def test_a_data_set_that_is_none_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, expected: str
+) -> None:
     write_module(tmp_path, monkeypatch, body)
     with pytest.raises(InputError, match=expected) as raised:
         build_workload(WorkloadSpec(model="squeezenet1_1", dataset="mine:f"))
@@ -231,7 +235,7 @@ def test_a_folder_without_code_is_no_installed_package(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("label", ["1", "torch.tensor(1)", "__import__('numpy').int64(1)"])
-def test_labels_of_any_whole_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, label: str) -> None:
+def test_labels_may_be_of_any_whole_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, label: str) -> None:
     write_module(tmp_path, monkeypatch, f"def f(spec): return [(item[0], {label})] * 4, good, 2")
     workload: Any = build_workload(WorkloadSpec(model="squeezenet1_1", dataset="mine:f"))
     loader = make_train_loader(

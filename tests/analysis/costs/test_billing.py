@@ -85,7 +85,7 @@ def test_generic_resources_are_read_as_slurm_reads_them(gres: str, counts: dict[
 
 
 @pytest.mark.parametrize(("weight", "gres"), [("GRES/gpu:a100", "gpu:4"), ("GRES/gpus", "gpu:4"), ("license/x", None)])
-def test_a_weight_that_bills_nothing_is_said(weight: str, gres: str | None) -> None:
+def test_a_weight_that_bills_nothing_is_reported(weight: str, gres: str | None) -> None:
     def warnings(value: int) -> list[str]:
         spec = cluster({"tres_weights": {weight: value}}, exclusive=False, gres=gres)
         assert billing(spec) == 0
@@ -108,7 +108,7 @@ def test_exclusive_jobs_are_billed_for_all_cores_and_gpus_but_the_memory_they_as
     assert billing(cluster(whole, gres="gpu:2")) == pytest.approx(64 + 256 * 0.25 + 4 * 2.0)
 
 
-def test_what_is_not_known_of_the_node_is_assumed_and_said() -> None:
+def test_unknown_resources_of_the_node_are_assumed_and_named() -> None:
     message = " ".join(node_resources(cluster({}, workers_per_node=2, gres="gpu:1")).assumed)
     for part in ("2 cores", "pricing.node_cpus", "1 GPU,", "pricing.node_gpus", "pricing.node_memory_gb"):
         assert part in message
@@ -152,7 +152,7 @@ def test_gpus_by_an_option_of_sbatch_are_billed_as_those_of_gres(
         ({"reservation": "mlperf", "switches": 1}, []),
     ],
 )
-def test_an_option_of_sbatch_that_changes_the_bill_and_is_not_counted_is_said(
+def test_an_option_of_sbatch_that_changes_the_bill_and_is_not_counted_is_named(
     sbatch: dict[str, Any], expected: list[str]
 ) -> None:
     spec = cluster({"tres_weights": "CPU=1,Mem=0.25G,GRES/gpu=0"}, exclusive=False, memory_gb=1, sbatch=sbatch)

@@ -75,7 +75,7 @@ def test_an_interval_that_the_user_sets_is_never_exceeded(every_s: float, epoch_
 
 
 @pytest.mark.parametrize("basis", ["node-hour", "spot"])
-def test_dearer_saves_take_longer_and_a_bound_holds(basis: str) -> None:
+def test_costlier_saves_take_longer_and_a_bound_holds(basis: str) -> None:
     times = [float(paid(20, basis=basis, save_s=seconds).wall_time_s[0]) for seconds in (0.0, 1.0, 10.0, 100.0)]
     assert times == sorted(times)
     assert times[0] < times[1] < times[2]
@@ -118,7 +118,7 @@ def test_the_less_is_saved_the_more_preemptions_repeat() -> None:
     assert times[-1] == pytest.approx(once + spec.start_s, rel=1e-6)
 
 
-def test_what_begins_anew_has_to_end_within_one_time_limit() -> None:
+def test_a_training_that_begins_anew_has_to_end_within_one_time_limit() -> None:
     short, long = (paid_by_script(hours, Resume.NOTHING, 600, "node-hour") for hours in (9.0, 11.0))
     assert (short.requeues[0], short.saving_s[0]) == (0.0, 0.0)
     assert long.wall_time_s[0] == FOREVER_S
@@ -126,7 +126,7 @@ def test_what_begins_anew_has_to_end_within_one_time_limit() -> None:
 
 
 @pytest.mark.parametrize(("minutes", "requeues"), [(65, np.inf), (70, 9.0), (140, 4.0), (210, 3.0), (700, 0.0)])
-def test_what_goes_on_from_ends_of_epochs_has_whole_ones_in_each_job(minutes: int, requeues: float) -> None:
+def test_a_training_that_resumes_at_ends_of_epochs_has_whole_epochs_in_each_job(minutes: int, requeues: float) -> None:
     """Jobs have whole epochs: a start takes 1 min, ten epochs 66 min, each save 5 s, and the last 90 s are left."""
     paid = paid_by_script(11.0, Resume.EPOCH, minutes, "node-hour")
     assert paid.requeues[0] == requeues
@@ -145,7 +145,7 @@ RESUMES = [
 
 
 @pytest.mark.parametrize(("workload", "kept", "resume"), RESUMES)
-def test_from_where_a_workload_goes_on(workload: dict[str, object], kept: bool, resume: Resume) -> None:
+def test_a_workload_decides_from_where_it_resumes(workload: dict[str, object], kept: bool, resume: Resume) -> None:
     spec = WorkloadSpec.model_validate(workload, context={"check_paths": False})
     assert resume_of(spec, kept) is resume
 
@@ -179,7 +179,7 @@ def test_a_plan_tells_of_the_checkpoints_that_are_written(
     ("every_s", "expected"),
     [(30.0, " every 30.0 s"), (10.0, " after each epoch"), (40.0, " every 4 epochs"), (100.0, None), (500.0, None)],
 )
-def test_how_often_is_said_of_a_training_that_saves_before_its_end(every_s: float, expected: str | None) -> None:
+def test_the_interval_is_given_for_a_training_that_saves_before_its_end(every_s: float, expected: str | None) -> None:
     made = make_plan(sweep("time"), cluster(), CORNERS)
     epoch_s = 10.0 if every_s != 30.0 else 20.0
     times = {"epoch_time_s": epoch_s, "train_time_s": 10 * epoch_s, "wall_time_s": 1000.0}

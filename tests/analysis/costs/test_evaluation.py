@@ -194,7 +194,7 @@ def test_all_partitions_are_corrected_by_the_ratio_that_one_of_them_measured(whe
 
 
 @pytest.mark.parametrize("events", [[], trained_on("old", "new"), trained_on("elsewhere")])
-def test_what_was_measured_nobody_knows_where_corrects_no_partition(events: list[Event]) -> None:
+def test_an_evaluation_measured_in_an_unknown_partition_corrects_none(events: list[Event]) -> None:
     assert evaluations(metrics=Metrics([], [epoch(100.0)], 0), events=events) == evaluations_before_training()
 
 
@@ -229,7 +229,7 @@ def test_a_scripts_time_between_epochs_is_as_profiles_saw_it() -> None:
     assert predicted(1, 64, corrected) == pytest.approx(5.5)
 
 
-def test_where_nobody_saw_it_the_plan_says_so_until_the_training_has() -> None:
+def test_the_plan_says_that_pauses_were_not_seen_until_a_training_has_shown_them() -> None:
     unknown = of_rows(ok(1, 64), workload=SCRIPT)
     assert (predicted(1, 64, unknown), "it is unknown" in unknown.describe()) == (0.0, True)
     known = unknown.corrected([epoch(seconds, number=n) for n, seconds in enumerate((1.0, 4.0, 4.0))])

@@ -193,7 +193,7 @@ def test_the_stated_power_of_a_whole_node_goes_before_what_was_measured_of_it() 
     assert node_power(summarize(grid()).profiles, PricingSpec()) is None
 
 
-def test_what_prices_assume_is_said() -> None:
+def test_assumptions_of_prices_are_named() -> None:
     spot = ClusterSpec.model_validate({"pricing": {"basis": "spot", "preemption_hours": 6}})
     assert "every 6 hours" in assumptions(spot, None)[0]
     priced = ClusterSpec.model_validate({"pricing": {"usd_per_node_hour": 2.0}})

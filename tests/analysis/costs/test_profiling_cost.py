@@ -27,7 +27,7 @@ def row(configuration: Configuration, elapsed_s: float, **fields: object) -> Mea
     return measurement(configuration, 0, elapsed_s=elapsed_s, node_seconds=node_seconds, **fields)
 
 
-def test_node_seconds_and_waiting_are_told_apart() -> None:
+def test_node_seconds_and_waiting_are_distinguished() -> None:
     notes = notes_of_run(1000, 1100, 1130, 1200, nodes=4)
     (run,) = job_runs(notes, [row(Configuration(4, 1, 8), 60.0)])
     assert (run.node_seconds, run.startup_s, only_waiting_s([run])) == (400.0, 30.0, 100.0)

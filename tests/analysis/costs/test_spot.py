@@ -79,7 +79,7 @@ def test_a_checkpoint_that_takes_no_time_is_still_not_written_all_the_time() -> 
     assert best(0.0, HOUR) == MIN_INTERVAL_S
 
 
-def test_where_preemptions_come_faster_than_restarts_it_never_ends() -> None:
+def test_with_preemptions_faster_than_restarts_a_training_never_ends() -> None:
     assert expected(HOUR, 600.0, 0.01, 5.0, 60.0) == np.inf
 
 

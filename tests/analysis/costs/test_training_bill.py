@@ -58,14 +58,14 @@ def event(name: str, time: float) -> Event:
 
 
 @given(st.floats(0.0, 10.0), st.floats(0.0, 5.0), st.floats(0.0, 5.0))
-def test_the_verdict_is_where_it_lies(actual: float, low: float, width: float) -> None:
+def test_the_verdict_says_on_which_side_of_its_interval_a_value_lies(actual: float, low: float, width: float) -> None:
     found = Compared(1.0, (low, low + width), actual).verdict
     assert (found is PromiseVerdict.WITHIN) == (low <= actual <= low + width)
     assert (found is PromiseVerdict.MORE) == (actual > low + width)
     assert Compared(1.0, None, actual).verdict is Compared(1.0, (low, low), None).verdict is PromiseVerdict.UNKNOWN
 
 
-def test_accounting_tells_the_whole_and_the_price_is_the_plans() -> None:
+def test_accounting_gives_the_whole_and_the_price_is_the_plans() -> None:
     bill = billed(140.0)
     assert (bill.source, bill.runs) == (Source.ACCOUNTING, 1)
     assert bill.whole.actual == 140.0
@@ -156,7 +156,7 @@ def test_a_run_that_left_no_event_makes_none_of_the_others_a_failed_one() -> Non
     assert bill.parts[TimePart.REPEATED].actual == pytest.approx(168.0 - 136.0 - 9.0 * END_SHARE)
 
 
-def test_without_accounting_the_notes_tell() -> None:
+def test_without_accounting_the_notes_count() -> None:
     events = [event("preempted", 60.0), event("resumed", 200.0), event("finished", 327.0)]
     bill = training_bill(promised(), result(wall_time_s=317.0, restarts=1), events)
     assert bill is not None
@@ -231,7 +231,9 @@ def test_the_table_has_every_part_and_its_verdict() -> None:
         ),
     ],
 )
-def test_steps_off_the_plan_are_told_with_their_likely_cause(epoch_s: float, drifts: list[str], expected: str) -> None:
+def test_steps_off_the_plan_are_reported_with_their_likely_cause(
+    epoch_s: float, drifts: list[str], expected: str
+) -> None:
     chosen = promised(epoch_time_s=10.0, interval_90={"epoch_time_s": (9.0, 12.0)})
     line = dict.fromkeys(EpochMetrics.model_fields, 1) | {"kind": "epoch", "epoch_time_s": epoch_s}
     line |= {"global_batch": WHERE.global_batch}
@@ -280,7 +282,7 @@ def test_a_time_just_outside_of_its_interval_does_not_read_like_its_end() -> Non
 
 
 @given(st.lists(st.floats(0.0, 1e6), max_size=3), st.floats(0.0, 1e6), st.integers(0, 3))
-def test_whatever_was_measured_can_be_said(elapsed_s: list[float], starts_s: float, restarts: int) -> None:
+def test_any_measured_training_has_its_sentences(elapsed_s: list[float], starts_s: float, restarts: int) -> None:
     outcome = result(starts_s=starts_s, restarts=restarts)
     bill = training_bill(promised(), outcome, [event("finished", 5.0)], accounted(*elapsed_s))
     assert bill is not None

@@ -226,7 +226,7 @@ def of_two_partitions(run: RunContents) -> RunContents:
     return run._replace(plan=made, cluster=None)
 
 
-def test_of_several_partitions_all_but_the_front_show_the_chosen_one(run: RunContents) -> None:
+def test_all_figures_but_the_front_show_the_chosen_one_of_several_partitions(run: RunContents) -> None:
     both = of_two_partitions(run)
     assert both.plan is not None
     alone = both.of_chosen_partition()
@@ -237,7 +237,7 @@ def test_of_several_partitions_all_but_the_front_show_the_chosen_one(run: RunCon
     assert run.of_chosen_partition() is run
 
 
-def test_of_several_partitions_the_front_tells_each_and_other_figures_name_the_chosen_one(run: RunContents) -> None:
+def test_the_front_shows_each_of_several_partitions_and_other_figures_name_the_chosen_one(run: RunContents) -> None:
     drawings = {drawing.name: drawing for drawing in draw_all(of_two_partitions(run)).drawings}
     naming = {name for name, drawing in drawings.items() if drawing.caption.startswith("Shown is partition a, ")}
     assert {"epoch_time", "cost", "memory"} <= naming
@@ -307,7 +307,7 @@ def costing(where: Configuration, cost: float, seconds: float) -> Candidate:
         (1.5, 0.5, "cost 1.00 USD, as cheap as any"),
     ],
 )
-def test_the_cheapest_is_told_by_the_digits_that_are_shown(
+def test_the_cheapest_is_decided_by_the_digits_that_are_shown(
     run: RunContents, cost: float, pace: float, ending: str
 ) -> None:
     chosen = costing(Configuration(1, 1, 64), 1.0, 2.0)
@@ -332,7 +332,7 @@ def test_a_cost_is_shown_with_the_time_that_is_paid_for(run: RunContents) -> Non
         (2.0, 31.0, "The Pareto front runs from 1.00 USD in 1 min 2 s to 2.00 USD in 31.0 s"),
     ],
 )
-def test_the_front_is_told_by_the_digits_that_are_shown(
+def test_the_front_is_decided_by_the_digits_that_are_shown(
     run: RunContents, cost: float, time_s: float, title: str
 ) -> None:
     cheapest = costing(Configuration(1, 1, 64), 1.0, 62.4)
@@ -341,7 +341,7 @@ def test_the_front_is_told_by_the_digits_that_are_shown(
     assert drawn(run._replace(plan=made), "pareto").title == title
 
 
-def test_times_to_the_same_progress_are_told_as_far_apart_as_they_are(run: RunContents) -> None:
+def test_times_to_the_same_progress_are_shown_as_far_apart_as_they_are(run: RunContents) -> None:
     """If they were rounded by their wide intervals, 12.9 s and 13.7 s would be shown as 13 s and 15 s."""
     made = []
     for batch, seconds, ends in ((32, 12.9, (7.4, 27.1)), (64, 13.7, (7.7, 29.4))):
@@ -399,7 +399,7 @@ def test_a_single_worker_that_takes_its_batch_in_parts_has_a_line_of_its_own(run
         assert alone == pytest.approx(half, rel=0.01)
 
 
-def test_what_fits_is_told_of_a_single_worker_and_of_several_as_in_the_plan(run: RunContents) -> None:
+def test_the_largest_batch_is_given_for_a_single_worker_and_for_several_as_in_the_plan(run: RunContents) -> None:
     contents = in_parts(run, Configuration(2, 1, 128))
     drawing = drawn(contents, "memory")
     assert drawing.title.endswith("; 64 samples fit, on a single worker 128 samples fit")
@@ -711,7 +711,7 @@ def test_adascale_has_no_gate_whatever_the_keys_say(run: RunContents) -> None:
     assert not dashed(drawing)
 
 
-def test_without_settings_nothing_is_said_of_the_gate(run: RunContents) -> None:
+def test_without_settings_nothing_is_said_about_the_gate(run: RunContents) -> None:
     drawing = drawn(run._replace(sweep=None), "gradient_scale")
     assert "is not known here" in drawing.caption
     assert not dashed(drawing)

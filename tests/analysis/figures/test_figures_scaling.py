@@ -87,12 +87,12 @@ def test_axes_and_caption_say_what_is_shown(kind: str, run: RunContents, scaling
     assert "16 would" in drawing.title
 
 
-def test_what_is_left_out_is_said(run: RunContents, scaling: NodeScaling) -> None:
+def test_omitted_sizes_are_named(run: RunContents, scaling: NodeScaling) -> None:
     drawing, _ = drawn("strong", run, scaling)
     assert drawing.caption.endswith("Left out: N = 1 (does not fit in memory).")
 
 
-def test_without_a_plan_the_reason_is_said(run: RunContents) -> None:
+def test_without_a_plan_the_reason_is_given(run: RunContents) -> None:
     missing = draw_strong_scaling(run._replace(plan=None))
     assert isinstance(missing, Missing)
     assert "there is none yet" in missing.why

@@ -84,7 +84,7 @@ def test_the_errors_of_fitted_measurements_are_called_those_of_the_fit(run: RunC
     assert "; the training's epochs were predicted " in trained
 
 
-def test_measurements_after_the_plan_are_told_from_those_that_it_was_fitted_to(run: RunContents) -> None:
+def test_measurements_after_the_plan_are_distinguished_from_those_that_it_was_fitted_to(run: RunContents) -> None:
     planned = [candidate(item, error=0.3 if late else 0.01, measured=not late) for item, late in BY_TIME.items()]
     contents = run._replace(plan=plan(planned), trainings=[])
     result = FIGURES["prediction_error"](contents)

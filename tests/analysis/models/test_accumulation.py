@@ -68,7 +68,7 @@ AT_ONCE = [taken_in(nodes, batch, 1) for nodes in (1, 4) for batch in (8, 16, 32
 PLACEHOLDER = ("--steps", "{accumulation}")
 
 
-def test_parts_that_a_script_takes_always_are_told_and_change_no_time() -> None:
+def test_parts_that_a_script_always_takes_are_shown_and_change_no_time() -> None:
     spec = sweep()
     always = spec.model_copy(update={"workload": spec.workload.model_copy(update={"accumulation": 4})})
     rows = [row.model_copy(update={"accumulation": None}) for row in AT_ONCE]

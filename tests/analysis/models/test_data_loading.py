@@ -82,7 +82,7 @@ def test_between_a_scripts_steps_there_may_be_more_than_a_loader() -> None:
     assert words.startswith("waiting for data, or what else the script does between its steps, takes 50 % of a step")
 
 
-def test_where_the_loader_decides_uneven_steps_are_not_said_again() -> None:
+def test_where_the_loader_decides_uneven_steps_are_not_reported_again() -> None:
     assert len(warnings_of(measured(0.04, converged=False))) == 1
     assert warnings_of(measured(0.001, converged=False)) == []
     for wait_s, count in ((0.04, 0), (0.001, 1)):

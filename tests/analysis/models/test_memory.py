@@ -195,7 +195,7 @@ def test_divided_states_shrink_with_the_workers_that_hold_them() -> None:
 
 @laws
 @given(ratio=st.floats(1.0, 1.4), slack=st.integers(0, 100 * MIB))
-def test_what_the_allocator_reserves_is_told_apart(ratio: float, slack: int) -> None:
+def test_memory_that_the_allocator_reserves_is_distinguished(ratio: float, slack: int) -> None:
     allocated = 500 * MIB + 7 * MIB * BATCHES
     reserved = np.ceil((ratio * allocated + slack) / SEGMENT_BYTES) * SEGMENT_BYTES
     model = MemoryModel().fit(BATCHES, reserved, allocated_bytes=allocated)

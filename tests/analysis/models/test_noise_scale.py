@@ -200,7 +200,7 @@ def test_training_counts_before_profiles_and_its_later_half_alone() -> None:
     assert found.batch > 3 * early.trace / early.square
 
 
-def test_nothing_is_said_from_too_little_or_from_noise_alone() -> None:
+def test_too_few_data_or_noise_alone_give_no_critical_batch() -> None:
     assert critical_batch([]) is None
     assert critical_batch([profiled(Regression(3.0), 2)]) is None
     assert critical_batch([Measurement(status="ok", **Configuration(1, 1, 8)._asdict())]) is None

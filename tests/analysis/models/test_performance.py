@@ -141,7 +141,7 @@ def test_the_ring_is_never_slower_than_the_parameter_server() -> None:
     assert np.all(ring.predict(nodes, batches) <= server.predict(nodes, batches) * 1.01)
 
 
-def test_workers_of_one_node_are_told_from_workers_on_several() -> None:
+def test_workers_of_one_node_are_distinguished_from_workers_on_several() -> None:
     """Within a node the collective takes a tenth of the time that it takes between nodes."""
     nodes, per_node, batch = (c.ravel() for c in np.meshgrid([1.0, 2.0, 4.0], [1.0, 2.0, 4.0], [8.0, 64.0, 512.0]))
     sync = np.where(nodes > 1, 0.2 * (1 - 1 / (nodes * per_node)), 0.0) + 0.02 * (1 - 1 / per_node)

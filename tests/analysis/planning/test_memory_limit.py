@@ -140,7 +140,7 @@ def test_no_batch_is_relied_on_that_is_far_larger_than_any_measured_and_might_no
         assert fits or "samples at once were measured" in candidate.why or "needs" in candidate.why
 
 
-def test_what_is_left_out_for_its_unmeasured_memory_is_told() -> None:
+def test_batches_left_out_for_their_unmeasured_memory_are_reported() -> None:
     plan, _ = far_from_limit([32, 64], BARELY)
     (largest,) = [c for c in plan.candidates if c.configuration == (1, 1, 1024)]
     assert re.search(r"at most 64 samples at once were measured, .* reaches [\d.]+ GiB per worker, more", largest.why)

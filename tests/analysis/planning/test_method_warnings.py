@@ -31,7 +31,7 @@ OWN: dict[str, Any] = {"model": "m:f", "dataset": "digits"}
         (True, "static", 1, 256, None),
     ],
 )
-def test_a_large_batch_for_which_nothing_is_done_is_told(
+def test_a_large_batch_for_which_nothing_is_done_is_reported(
     tmp_path: Path, *, is_script: bool, method: str, nodes: int, batch: int, words: str | None
 ) -> None:
     script = tmp_path / "train.py"

@@ -100,7 +100,7 @@ def test_no_feasible_candidate_beats_the_one_at_the_knee_in_batch_time_and_cost(
         assert other == own or any(theirs > mine for theirs, mine in zip(other, own, strict=True))
 
 
-def test_without_kneedles_knee_the_smallest_batch_near_the_least_time_is_taken_and_said() -> None:
+def test_without_kneedles_knee_the_smallest_batch_near_the_least_time_is_taken_and_named() -> None:
     law = hyperbola(0.0001, 1.0)
     feasible = rows_of(law, 1, POWERS)
     ranking, choice = ranked("kneedle", feasible, law)

@@ -38,7 +38,7 @@ UNSETTLED: dict[str, Any] = {"converged": False, "steps": 40, "round_steps": {"s
 
 
 @pytest.mark.parametrize("where", [CHOSEN, NEXT])
-def test_what_had_not_settled_is_said_where_another_choice_lies_within(where: Configuration) -> None:
+def test_unsettled_steps_are_reported_where_another_choice_lies_within(where: Configuration) -> None:
     plan = planned(with_step(where, WIDE, **UNSETTLED))
     assert plan.chosen.configuration == CHOSEN
     (text,) = warnings_about(plan, where)
@@ -73,7 +73,7 @@ def test_of_several_partitions_the_choice_is_said_to_be_that_of_one() -> None:
         (NEXT, WIDE, {}),
     ],
 )
-def test_what_changes_nothing_is_not_said(
+def test_unsettled_steps_that_change_nothing_are_not_reported(
     where: Configuration, step: dict[str, float], changes: dict[str, Any]
 ) -> None:
     plan = planned(with_step(where, step, **changes))
@@ -95,7 +95,7 @@ def test_the_limit_that_ended_the_measurement_is_the_one_to_raise() -> None:
     )
 
 
-def test_a_drift_of_what_is_chosen_is_said_with_what_it_does_to_training() -> None:
+def test_a_drift_of_the_choice_is_reported_with_what_it_does_to_training() -> None:
     slower = {"first_half": 0.97, "second_half": 1.03}
     (text,) = warnings_about(planned(with_step(CHOSEN, slower)), CHOSEN)
     assert f"{CHOSEN} became 6.2 % longer while it was measured (" in text
@@ -109,12 +109,12 @@ def test_a_drift_of_what_is_chosen_is_said_with_what_it_does_to_training() -> No
 
 
 @pytest.mark.parametrize(("where", "halves"), [(LAST, (0.9, 1.1)), (CHOSEN, (0.98, 1.02)), (CHOSEN, (0.991, 1.009))])
-def test_a_drift_that_matters_to_nothing_is_not_said(where: Configuration, halves: tuple[float, float]) -> None:
+def test_a_drift_that_matters_to_nothing_is_not_reported(where: Configuration, halves: tuple[float, float]) -> None:
     first, second = halves
     assert planned(with_step(where, {"first_half": first, "second_half": second})).warnings == USUAL.warnings
 
 
-def test_a_drift_within_which_another_choice_lies_is_said_of_any_configuration() -> None:
+def test_a_drift_within_which_another_choice_lies_is_reported_for_any_configuration() -> None:
     (text,) = warnings_about(planned(with_step(NEXT, {"first_half": 0.5, "second_half": 1.5})), NEXT)
     assert "became 3 times as long while it was measured (" in text
     assert f", predictions change, and the plan would choose {NEXT}. " in text

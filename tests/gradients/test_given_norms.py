@@ -41,7 +41,7 @@ def train(form: dict[str, Any], *, tell: bool, absent: int | None = None) -> tup
 
 @pytest.mark.parametrize("absent", [None, 1])
 @pytest.mark.parametrize("granularity", [*NORM_FORMS, "element"])
-def test_a_step_that_is_told_norms_takes_none_and_does_the_same(granularity: str, absent: int | None) -> None:
+def test_a_step_with_given_norms_computes_none_and_does_the_same(granularity: str, absent: int | None) -> None:
     form = {"granularity": granularity}
     mine, one, taken = train(form, tell=False, absent=absent)
     theirs, other, taken_by_other = train(form, tell=True, absent=absent)
@@ -64,13 +64,13 @@ def steps_with(forget: Any) -> int:
     return taken.call_count
 
 
-def test_it_is_told_for_one_step_and_forgets_with_the_gradients() -> None:
+def test_given_norms_count_for_one_step_and_are_forgotten_with_the_gradients() -> None:
     assert steps_with(lambda _: None) == 1
     assert steps_with(lambda optimizer: optimizer.zero_grad()) == 2
     assert steps_with(lambda optimizer: optimizer.load_state_dict(optimizer.state_dict())) == 2
 
 
-def test_what_was_said_of_clipping_is_forgotten_with_the_gradients() -> None:
+def test_observed_clipping_is_forgotten_with_the_gradients() -> None:
     params = parameters()
     optimizer = wrap(params, granularity="tensor")
     for load in (False, True):
