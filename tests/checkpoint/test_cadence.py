@@ -39,14 +39,16 @@ def test_a_save_is_never_more_than_its_share_and_seldom_rarer_than_the_bound(cos
 def test_dearer_saves_and_rarer_kills_make_it_longer(cost_s: float, factor: float, between_s: float) -> None:
     every_s = interval_s(cost_s, between_s)
     assert interval_s(cost_s, factor * between_s) >= every_s * (1 - 1e-9)
-    if cost_s * factor < between_s / 10:  # beyond, Daly's interval is M itself
+    # beyond, Daly's interval is M itself
+    if cost_s * factor < between_s / 10:
         assert interval_s(factor * cost_s, between_s) >= every_s * (1 - 1e-9)
 
 
 @given(cost_s=st.floats(0.01, 0.3))
 def test_between_the_bounds_it_is_the_one_of_least_loss(cost_s: float) -> None:
     assert interval_s(cost_s, DAY_S) == pytest.approx(float(best_interval_s(cost_s, np.array([DAY_S]))[0]))
-    assert interval_s(cost_s, DAY_S) == pytest.approx((2 * cost_s * DAY_S) ** 0.5, rel=0.02)  # Young's
+    # Young's
+    assert interval_s(cost_s, DAY_S) == pytest.approx((2 * cost_s * DAY_S) ** 0.5, rel=0.02)
 
 
 # how often it is cut off

@@ -222,7 +222,8 @@ def test_saving_again_at_the_same_place_replaces(store: Store) -> None:
 def test_left_over_process_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     save(store, 100, restart=1)
     with monkeypatch.context() as patch:
-        patch.delattr(checkpoint, "_write_checkpoint")  # refused before anything is written
+        # refused before anything is written
+        patch.delattr(checkpoint, "_write_checkpoint")
         refusal = "restart 1 has already saved; this process of restart 0 is a left-over"
         with pytest.raises(CheckpointError, match=refusal):
             save(store, 200, restart=0)
@@ -508,8 +509,10 @@ def forked(action: Callable[[], object]) -> int:
     child = os.fork()
     if not child:
         try:
-            signal.alarm(60)  # ends the child if it hangs
-            torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+            # ends the child if it hangs
+            signal.alarm(60)
+            # OpenMP's threads do not survive a fork
+            torch.set_num_threads(1)
             action()
             os._exit(0)
         finally:  # an exception must not let the child go on as a second test session
@@ -608,7 +611,8 @@ def test_killed_at_random_times_during_large_saves(store: Store) -> None:
     seen = 1
     for delay_s in (0.0, 0.007, 0.013, 0.029):
         child = forked(functools.partial(save_from, seen + 1))
-        while store.paths()[-1].name <= checkpoint.file_name(0, seen):  # until the child has saved once
+        # until the child has saved once
+        while store.paths()[-1].name <= checkpoint.file_name(0, seen):
             time.sleep(0.001)
         time.sleep(delay_s)
         os.kill(child, signal.SIGKILL)
@@ -637,7 +641,8 @@ def test_nothing_older_goes_before_the_new_one_is_durable(store: Store, monkeypa
     monkeypatch.setattr(Path, "replace", note("replace"))
     monkeypatch.setattr(Path, "unlink", note("unlink"))
     save(store, 3)
-    assert events == ["fsync", "replace", "fsync", "unlink"]  # file, name, folder; then the oldest
+    # file, name, folder; then the oldest
+    assert events == ["fsync", "replace", "fsync", "unlink"]
 
 
 def test_special_floats_survive(store: Store) -> None:

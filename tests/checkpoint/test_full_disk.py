@@ -32,7 +32,8 @@ from tula_hpc.launch.launcher import Launcher
 from tula_hpc.records import Event, RunDirectory, append_record, read_records, write_atomically
 from tula_hpc.sweep import main
 
-SPACE = 2_000_000  # bytes of the small disk
+# bytes of the small disk
+SPACE = 2_000_000
 QUOTA = 4_000_000
 
 
@@ -72,7 +73,8 @@ def small_quota(tmp_path: Path) -> Iterator[Path]:
     disk, folder, image = tmp_path / "disk", tmp_path / "disk" / "limited", tmp_path / "image"
     disk.mkdir()
     with image.open("wb") as file:
-        file.truncate(120_000_000)  # mkfs.btrfs needs at least this size
+        # mkfs.btrfs needs at least this size
+        file.truncate(120_000_000)
     make = ["mkfs.btrfs", "--quiet", str(image)], ["mount", "-o", "loop", str(image), str(disk)]
     made = shutil.which("mkfs.btrfs") and all(
         subprocess.run(step, capture_output=True, check=False).returncode == 0 for step in make
@@ -342,9 +344,13 @@ def test_every_write_of_a_run_goes_through_one_of_these() -> None:
         if any(word in path.read_text() for word in (".write_text(", ".write_bytes(", 'open("w', 'open("a', "mkstemp("))
     }
     assert writers == {
-        "attach/processes.py",  # opens the file of a script's own output
-        "data/image_tree.py",  # a lock
+        # opens the file of a script's own output
+        "attach/processes.py",
+        # a lock
+        "data/image_tree.py",
         "files.py",
-        "process_memory.py",  # /proc/self/clear_refs
-        "tracking/follow.py",  # its log; a failure there ends only the follower
+        # /proc/self/clear_refs
+        "process_memory.py",
+        # its log; a failure there ends only the follower
+        "tracking/follow.py",
     }

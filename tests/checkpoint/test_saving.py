@@ -266,7 +266,8 @@ def test_killed_at_any_stage_the_newest_whole_one_loads(tmp_path: Path, stage: s
         training.train(1)
         training.save(wait=True)
         training.train(1)
-        setattr(owner, name, dying)  # this process ends soon
+        # this process ends soon
+        setattr(owner, name, dying)
         training.save()
         while True:
             training.train(1)

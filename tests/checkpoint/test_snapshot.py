@@ -131,7 +131,8 @@ def test_on_a_gpu_the_snapshot_is_of_the_moment_too(room: bool, monkeypatch: pyt
         big.fill_(number)
         snapshot = snapshots.take({"big": big, "step": torch.tensor(number)})
         for _ in range(20):
-            big.add_(1)  # a step's change, queued while the copy is under way
+            # a step's change, queued while the copy is under way
+            big.add_(1)
         taken = snapshot.wait()
         assert taken["big"].eq(number).all()
         assert int(taken["step"]) == number

@@ -36,7 +36,8 @@ from tula_hpc.workloads.optimizers import norms_and_biases, own_states
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 CONFIGURATION = Configuration(nodes=1, workers_per_node=1, local_batch=64)
 COMPACT = "tula_hpc.workloads.small_cnns:compact_cnn"
-PERCEPTRON = "tests.examples.own_workload:perceptron"  # without BatchNorm
+# without BatchNorm
+PERCEPTRON = "tests.examples.own_workload:perceptron"
 LR = {"lars": 5.0, "lamb": 1e-2}
 
 
@@ -87,7 +88,8 @@ def moves(spec: SweepSpec, factor: float = 1.0) -> dict[str, Tensor]:
 # all of them
 
 
-@pytest.mark.parametrize("method", ["lars", "lamb", "adascale"])  # methods that tests/ddp/test_worker.py does not cover
+# methods that tests/ddp/test_worker.py does not cover
+@pytest.mark.parametrize("method", ["lars", "lamb", "adascale"])
 def test_a_few_steps_learn(method: str) -> None:
     losses = train(new_worker(method, base_batch=16, small_batch=16), 12)
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
@@ -135,7 +137,8 @@ def test_norms_and_biases_are_all_but_the_weights() -> None:
         "0.weight",
         "4.weight",
     }
-    shaped = nn.LayerNorm([4, 4])  # its weight is no vector
+    # its weight is no vector
+    shaped = nn.LayerNorm([4, 4])
     assert len(norms_and_biases(shaped)) == 2
 
 
@@ -275,7 +278,8 @@ def test_clipping_leaves_the_factors_alone(reference: str) -> None:
     clipped = {}
     for norm in (None, 1e-3):
         worker = new_worker("ags", PERCEPTRON, **options, clip_norm=norm)
-        worker.sweep = with_workload(worker.sweep, lr=1e-9)  # so that both see the same gradients
+        # so that both see the same gradients
+        worker.sweep = with_workload(worker.sweep, lr=1e-9)
         for group in worker.optimizer.param_groups:
             group["lr"] = 1e-9
         train(worker, 3)
@@ -292,7 +296,8 @@ def test_the_noise_is_that_of_the_gradient_before_clipping(reference: str) -> No
     for norm in (None, 1e-3):
         worker = new_worker("ags", PERCEPTRON, **options, clip_norm=norm)
         for group in worker.optimizer.param_groups:
-            group["lr"] = 1e-9  # so that both see the same gradients
+            # so that both see the same gradients
+            group["lr"] = 1e-9
         train(worker, 3)
         assert isinstance(worker.optimizer, TulaOptimizer)
         found.append((*worker.optimizer.noise(), worker.optimizer.statistics().gradient_norm))
@@ -304,7 +309,8 @@ def test_the_noise_is_that_of_the_gradient_before_clipping(reference: str) -> No
 
 
 def averager(model: nn.Module | None = None, synchronous: int = 0) -> EpochAverager:
-    group = cast("Any", object())  # no collective is called here
+    # no collective is called here
+    group = cast("Any", object())
     return EpochAverager(model or small_model(), synchronous, group=group)
 
 
@@ -365,14 +371,16 @@ def test_an_overflow_of_ones_own_does_not_keep_a_worker_from_the_average(monkeyp
         scaler.step(optimizer)
         scaler.update()
         assert torch.equal(model.weight, before) == (factor == math.inf)
-        assert model.weight.grad is None  # its memory is used for the average
+        # its memory is used for the average
+        assert model.weight.grad is None
     assert averaged == [2, 2]
 
 
 def test_a_restored_optimizer_still_takes_the_rate_that_is_set() -> None:
     model = nn.Linear(2, 2)
     optimizer = PostLocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), averager(model))
-    optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1).state_dict())  # a plain state fits, too
+    # a plain state fits, too
+    optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1).state_dict())
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     before = model.weight.detach().clone()
@@ -409,11 +417,13 @@ def test_memory_that_a_method_needs_is_counted_where_it_needs_it() -> None:
     counts = Counts(20, 20, 20, (4, 8), step, step, step._replace(backward_bytes=300))
     for copies in (0, 1, 3):
         more = counts.with_step_copies(copies)
-        assert [more.peak(b) for b in (2, 8)] == [max(100, 60 + copies * 20), 300]  # 8: activations decide
+        # 8: activations decide
+        assert [more.peak(b) for b in (2, 8)] == [max(100, 60 + copies * 20), 300]
         assert more.fixed == counts.fixed
     extra = {method: sweep(method, preset="paper") for method in get_args(Method)}
     assert {method for method, spec in extra.items() if spec.training.gradient_copies} == {"ags", "polo"}
-    assert sweep("ags").training.gradient_copies == 0  # no extra pass; for a single worker see `analysis.table`
+    # no extra pass; for a single worker see `analysis.table`
+    assert sweep("ags").training.gradient_copies == 0
     assert {method for method, spec in extra.items() if spec.step_copies} == {"adascale"}
     assert sweep("ags", apply="update").step_copies == 1
 
@@ -441,8 +451,10 @@ def test_the_reference_batch_shrinks_over_a_training_of_few_updates() -> None:
     assert over_epochs(300, samples=600) == over_epochs(150, samples=1023) == pytest.approx([64, 64 / 8**0.5, 8])
     assert over_epochs(450, samples=600) == pytest.approx([64, 64 / (4 / 3) ** 1.5, 27])
     assert over_epochs(600, samples=600) == over_epochs(120, samples=5 * 512) == [64, 64, 64]
-    assert over_epochs(90, samples=600) == over_epochs(60)  # what is short in both shrinks once
-    assert over_epochs(300, samples=100) == over_epochs(60)  # an epoch counts as at least one step
+    # what is short in both shrinks once
+    assert over_epochs(90, samples=600) == over_epochs(60)
+    # an epoch counts as at least one step
+    assert over_epochs(300, samples=100) == over_epochs(60)
 
 
 def test_the_reference_batch_shrinks_over_a_training_of_few_epochs() -> None:
@@ -450,9 +462,11 @@ def test_the_reference_batch_shrinks_over_a_training_of_few_epochs() -> None:
     assert over_epochs(90) == pytest.approx([64, 64 / (4 / 3) ** 1.5, 27])
     assert over_epochs(120) == over_epochs(300) == [64, 64, 64]
     assert over_epochs(60, base_batch=256) == pytest.approx([128, 64, 32])
-    assert over_epochs(60, base_batch=1024) == pytest.approx([512, 512, 512])  # B is smaller than the base batch
+    # B is smaller than the base batch
+    assert over_epochs(60, base_batch=1024) == pytest.approx([512, 512, 512])
     assert over_epochs(300, small_batch_shrink=4.0) == pytest.approx([64, 32, 16])
-    assert over_epochs(60, small_batch=4, small_batch_shrink=16.0) == pytest.approx([4, 1, 1])  # samples
+    # samples
+    assert over_epochs(60, small_batch=4, small_batch_shrink=16.0) == pytest.approx([4, 1, 1])
     for constant in (
         over_epochs(10, "adascale"),
         over_epochs(10, workload="adamw"),
@@ -463,7 +477,8 @@ def test_the_reference_batch_shrinks_over_a_training_of_few_epochs() -> None:
 
 
 def test_a_training_tells_its_optimizer_the_reference_batch() -> None:
-    worker = new_worker("ags", PERCEPTRON, base_batch=16, small_batch_shrink=4.0)  # norms without passes
+    # norms without passes
+    worker = new_worker("ags", PERCEPTRON, base_batch=16, small_batch_shrink=4.0)
     epochs, batch = worker.sweep.workload.epochs, CONFIGURATION.global_batch
     assert isinstance(worker.optimizer, TulaOptimizer)
     for done, reference in ((0.0, 8), (0.5, 4), (1.0, 2)):

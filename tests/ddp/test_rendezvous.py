@@ -84,7 +84,8 @@ def listen(stack: ExitStack, port: int, answer: Callable[[socket.socket], None] 
     server = stack.enter_context(socket.create_server((LOOPBACK, port)))
 
     def serve() -> None:
-        with suppress(OSError):  # the server was closed
+        # the server was closed
+        with suppress(OSError):
             while answer is not None:
                 connection, _ = server.accept()
                 with connection:
@@ -155,9 +156,11 @@ def test_whoever_takes_a_rank_without_the_secret_gets_no_seat(
     port = candidate_ports(job)[0]
     rank_0 = begin(job, ranks=[0])[0]
     time.sleep(0.2)
-    with pytest.raises(rendezvous._StrangerError):  # it finds out that this rank 0 has another secret
+    # it finds out that this rank 0 has another secret
+    with pytest.raises(rendezvous._StrangerError):
         rendezvous._visit(job._replace(rank=1), secrets.token_bytes(32), port, time.monotonic() + 5)
-    with socket.create_connection((LOOPBACK, port), 5) as door:  # an impostor that goes on regardless
+    # an impostor that goes on regardless
+    with socket.create_connection((LOOPBACK, port), 5) as door:
         door.sendall(bytes(32))
         assert len(rendezvous._receive(door, 64)) == 64
         door.sendall(bytes([0, 0, 0, 1]) + secrets.token_bytes(32))

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tula_hpc.config import LrScaling, Method, SweepSpec
 from tula_hpc.ddp.methods import learning_rate, lr_scale, warmup_epochs
 
-BASE = 128  # training.base_batch
+# training.base_batch
+BASE = 128
 METHODS = get_args(Method)
 BASELINES = ("lbt", "lrs", "sqrt", "lars", "lamb", "polo")
 batches = st.sampled_from([32, 128, 256, 1024, 8192])
@@ -51,7 +52,8 @@ def test_no_rate_is_above_the_methods_and_warm_up_starts_at_most_at_the_base_rat
     start = learning_rate(spec, batch, 0.0)
     assert start <= min(0.1, 0.1 * peak + 1e-12)
     if peak >= 10 * 0.1:
-        assert start == pytest.approx(0.1)  # Goyal et al.: from the base rate
+        # Goyal et al.: from the base rate
+        assert start == pytest.approx(0.1)
 
 
 def test_methods_that_scale_gradients_keep_the_workloads_rate_and_warm_up() -> None:
@@ -65,9 +67,11 @@ def test_methods_that_scale_gradients_keep_the_workloads_rate_and_warm_up() -> N
 def test_baselines_warm_up_over_five_epochs_or_a_fifth_of_a_short_run(method: str) -> None:
     assert warmup_epochs(sweep({"method": method}), 512) == 5
     assert warmup_epochs(sweep({"method": method}, epochs=10), 512) == 2
-    assert warmup_epochs(sweep({"method": method}, warmup_epochs=8), 512) == 8  # the user wants more
+    # the user wants more
+    assert warmup_epochs(sweep({"method": method}, warmup_epochs=8), 512) == 8
     wanted = sweep({"method": method, "warmup_epochs": 0}, warmup_epochs=8)
-    assert warmup_epochs(wanted, 512) == 0  # the user wants this
+    # the user wants this
+    assert warmup_epochs(wanted, 512) == 0
 
 
 @pytest.mark.parametrize("batch", [32, BASE])

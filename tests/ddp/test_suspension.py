@@ -45,7 +45,8 @@ LOST = "[gloo/unbound_buffer.cc:78] Timed out waiting 180000ms for recv operatio
     [
         (LOST, True, PreemptedError),
         (LOST, False, RuntimeError),
-        ("Connection closed by peer [127.0.0.1]:919", True, RuntimeError),  # the peer was killed; Slurm then sends CONT
+        # the peer was killed; Slurm then sends CONT
+        ("Connection closed by peer [127.0.0.1]:919", True, RuntimeError),
         ("mat1 and mat2 shapes cannot be multiplied", True, RuntimeError),
     ],
 )
@@ -109,9 +110,11 @@ def test_a_configuration_whose_job_was_suspended_is_measured_again(monkeypatch: 
     shared = SharedTimes()
     measured = measure(sweep(), ClusterSpec(), CONFIGURATION, ALONE, shared, job_began_at=1.0)
     assert len(profiles) == 2
-    assert known == [set(), set()]  # nothing of the first measurement is kept
+    # nothing of the first measurement is kept
+    assert known == [set(), set()]
     assert measured.samples["step"] == [round(seconds, 7) for seconds in profiles[1].samples["step"]]
-    assert measured.start_s == 0.0  # and its start cannot be measured again
+    # and its start cannot be measured again
+    assert measured.start_s == 0.0
     assert shared.computed
 
 

@@ -170,13 +170,15 @@ def test_a_profile_times_every_part_and_counts_the_memory(profiled: Profiled) ->
     assert measurement.times is not None
     assert min(measurement.times.step_time_s, measurement.times.compute_time_s, measurement.times.update_time_s) > 0
     assert measurement.times.allreduce_time_s == 0
-    smaller = {"compute of 8", "compute of 16"}  # local batches of other candidates
+    # local batches of other candidates
+    smaller = {"compute of 8", "compute of 16"}
     assert set(measurement.samples) == {"step", "data", "compute", "optimizer", "update", "forward", *smaller}
     assert [batch for batch, _ in measurement.smaller_computes] == [8, 16]
     assert 0.0 < measurement.smaller_computes[0][1] < measurement.times.compute_time_s
     assert (measurement.dataset_samples, measurement.test_samples) == (1438, 359)
     assert measurement.memory is not None
-    assert measurement.memory.optimizer_bytes >= measurement.memory.parameter_bytes  # momentum
+    # momentum
+    assert measurement.memory.optimizer_bytes >= measurement.memory.parameter_bytes
 
 
 def test_a_forward_pass_of_the_evaluation_is_timed_and_is_part_of_the_computation(profiled: Profiled) -> None:
@@ -388,7 +390,8 @@ def test_every_worker_gives_a_share_that_batchnorm_can_train_on(small: int, node
 
 
 def test_a_second_batch_takes_over_the_all_reduce_that_the_first_one_timed() -> None:
-    shared = SharedTimes({1: 0.25}, set())  # as if a job of one worker had one
+    # as if a job of one worker had one
+    shared = SharedTimes({1: 0.25}, set())
     measurement = measure(sweep(model=PERCEPTRON), ClusterSpec(), CONFIGURATION, ALONE, shared)
     assert measurement.times is not None
     assert measurement.times.allreduce_time_s == 0.25
@@ -460,7 +463,8 @@ def test_the_workers_of_the_first_nodes_are_counted_anew(on_slurm: bool, by_node
         assert (place is None) == (node == 2)
         places += [place] if place else []
     assert sorted(place.rank for place in places) == [0, 1, 2, 3]
-    assert places[0].rank == 0  # rank 0 decides and writes
+    # rank 0 decides and writes
+    assert places[0].rank == 0
     assert all(place.world_size == 4 and place.hosts == ("a", "b") for place in places)
     if on_slurm:
         assert all(place.rank // 2 == place.node_rank for place in places)
@@ -469,11 +473,14 @@ def test_the_workers_of_the_first_nodes_are_counted_anew(on_slurm: bool, by_node
 @pytest.mark.parametrize(
     ("executor", "local_rank", "seen", "index"),
     [
-        ("slurm", 3, 4, 3),  # all GPUs of the node are visible to each task
-        ("slurm", 3, 1, 0),  # each task is bound to its own
+        # all GPUs of the node are visible to each task
+        ("slurm", 3, 4, 3),
+        # each task is bound to its own
+        ("slurm", 3, 1, 0),
         ("slurm", 3, 2, None),
         ("local", 0, 1, 0),
-        ("local", 1, 1, None),  # nccl would say "Duplicate GPU detected"
+        # nccl would say "Duplicate GPU detected"
+        ("local", 1, 1, None),
     ],
 )
 def test_each_worker_has_a_gpu_of_its_own(
@@ -504,7 +511,8 @@ def test_a_node_without_a_gpu_is_the_users_mistake(monkeypatch: pytest.MonkeyPat
     [
         ("0,1,2,3", 0, "No CUDA GPUs are available", DeviceError),
         ("0,1,2,3", 3, "", DeviceError),
-        ("0", 0, "The NVIDIA driver on your system is too old (found version 11040).", InputError),  # as on all nodes
+        # as on all nodes
+        ("0", 0, "The NVIDIA driver on your system is too old (found version 11040).", InputError),
         ("", 0, "No CUDA GPUs are available", InputError),
         ("NoDevFiles", 0, "No CUDA GPUs are available", InputError),
         ("MIG-1,MIG-2", 1, "", None),
@@ -534,7 +542,8 @@ def test_gpus_that_slurm_granted_and_that_are_not_there_are_the_nodes_fault(
 @pytest.mark.parametrize(
     ("capability", "known", "fits"),
     [
-        ((7, 0), ["sm_75", "sm_80", "sm_90", "sm_120"], False),  # a V100, and torch's build for CUDA 13
+        # a V100, and torch's build for CUDA 13
+        ((7, 0), ["sm_75", "sm_80", "sm_90", "sm_120"], False),
         ((7, 0), ["sm_50", "sm_70", "sm_90"], True),
         ((8, 6), ["sm_80", "sm_90"], True),
         ((8, 0), ["sm_86"], False),

@@ -23,8 +23,10 @@ from tula_hpc.stages.context import Sweep
 from tula_hpc.stages.profile import profile_stage
 from tula_hpc.stages.train import train_stage
 
-SPACE = 32_000_000  # size of the disk in bytes
-LEFT = 80_000  # free bytes: too few for a checkpoint, enough for the log
+# size of the disk in bytes
+SPACE = 32_000_000
+# free bytes: too few for a checkpoint, enough for the log
+LEFT = 80_000
 EPOCHS = 20
 SPEC = SweepSpec.model_validate(
     {
@@ -109,8 +111,10 @@ def test_a_training_that_runs_out_of_space_ends_and_later_goes_on(disk: Path) ->
     assert not loaded.rejected
 
     fill(disk, 0)
-    fill(disk / "run", 0)  # space that the first job has freed at its end
-    with pytest.raises(StorageError, match="No space left on device; make space"):  # not even a job can be written
+    # space that the first job has freed at its end
+    fill(disk / "run", 0)
+    # not even a job can be written
+    with pytest.raises(StorageError, match="No space left on device; make space"):
         train(run)
     for ballast in (disk / "ballast", disk / "run" / "ballast"):
         ballast.unlink()
@@ -138,7 +142,8 @@ PROFILED = SPEC.model_copy(
         ),
     }
 )
-LEFT_TO_SAY_SO = 24_000  # free bytes: too few for that line, enough for the log of one attempt
+# free bytes: too few for that line, enough for the log of one attempt
+LEFT_TO_SAY_SO = 24_000
 
 
 def profile(run: RunDirectory) -> None:

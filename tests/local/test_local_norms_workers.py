@@ -37,7 +37,8 @@ from tula_hpc.optim import TulaOptimizer
 from tula_hpc.optim.observer import StepObserver
 from tula_hpc.records import Configuration
 
-WORKERS = 3  # not a power of two, so that an average computed in another way differs in the last bit
+# not a power of two, so that an average computed in another way differs in the last bit
+WORKERS = 3
 BATCH, STEPS, STEPS_OF_WORKER = 6, 4, 10
 OBSERVED = ("lbt", "lars", "static")
 loss = nn.CrossEntropyLoss()
@@ -64,7 +65,8 @@ class Case(NamedTuple):
 
     model: Callable[[], nn.Module] = plain
     options: dict[str, Any] = {}  # noqa: RUF012 # never changed
-    passes: int = 1  # passes accumulated into one gradient
+    # passes accumulated into one gradient
+    passes: int = 1
     set_to_none: bool = True
 
 
@@ -286,7 +288,8 @@ def train_worker(rank: int, method: str, *, informed: bool = True) -> dict[str, 
     spec = SweepSpec.model_validate({"name": "x", "workload": workload, "training": training})
     env = WorkerEnvironment(rank, WORKERS, 0, rank, "1", 0, ("here",), on_slurm=False)
     worker = Worker(spec, ClusterSpec(), Configuration(WORKERS, 1, 16), env)
-    worker.forward_backward(*next(worker.batches()))  # discarded, as the trainer does before it restores
+    # discarded, as the trainer does before it restores
+    worker.forward_backward(*next(worker.batches()))
     with ExitStack() as stack:
         taken = stack.enter_context(mock.patch("tula_hpc.optim.optimizer.foreach_norms", wraps=foreach_norms))
         if not informed:

@@ -91,7 +91,8 @@ def test_a_job_says_what_it_does_before_it_does_it(nested: RunDirectory) -> None
     assert [note.note for note in notes] == ["began", "ready", *["measuring"] * 4, "ended"]
     assert [note.time for note in notes] == sorted(note.time for note in notes)
     assert [note.configuration for note in notes[2:-1]] == [m.configuration for m in nested.measurements().records]
-    assert notes[0].submitted_at <= notes[0].began_at + 1  # a process's start in /proc is in hundredths of a second
+    # a process's start in /proc is in hundredths of a second
+    assert notes[0].submitted_at <= notes[0].began_at + 1
     assert notes[0].began_at <= notes[0].time
 
 

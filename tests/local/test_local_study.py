@@ -183,7 +183,8 @@ def test_a_cell_that_fails_does_not_stop_the_others_and_the_command_says_so(tmp_
     assert rates.rates == {"sgd": 0.1}
     assert len(rates.trials) == 2
     failed = [event for event in run.events() if event.event == "failed"]
-    assert len(failed) == 1  # a failure that would repeat is not tried again
+    # a failure that would repeat is not tried again
+    assert len(failed) == 1
 
 
 def delete_the_first_training(run: RunDirectory) -> str:

@@ -35,12 +35,16 @@ from tula_hpc.training import loop as trainer
 from tula_hpc.training.loop import run_training
 
 WORKERS, BATCH, STEPS = 2, 16, 3
-STEPS_PER_EPOCH, EPOCHS = 8, 3  # the first epoch is synchronous; then models are averaged after every second step
-STOPPED_AFTER = STEPS_PER_EPOCH + 1  # at a local step, when the workers' models differ
+# the first epoch is synchronous; then models are averaged after every second step
+STEPS_PER_EPOCH, EPOCHS = 8, 3
+# at a local step, when the workers' models differ
+STOPPED_AFTER = STEPS_PER_EPOCH + 1
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 OPTIMIZERS = {"lbt": "sgd", "lars": "sgd", "lamb": "adamw"}
-COMPACT = "tula_hpc.workloads.small_cnns:compact_cnn"  # a model with BatchNorm
-PERCEPTRON = "tests.examples.own_workload:perceptron"  # without BatchNorm, so two workers can equal one
+# a model with BatchNorm
+COMPACT = "tula_hpc.workloads.small_cnns:compact_cnn"
+# without BatchNorm, so two workers can equal one
+PERCEPTRON = "tests.examples.own_workload:perceptron"
 
 
 def sweep(method: str, model: str = COMPACT, zero_stage: int = 0) -> SweepSpec:
@@ -53,7 +57,8 @@ def sweep(method: str, model: str = COMPACT, zero_stage: int = 0) -> SweepSpec:
         "optimizer": OPTIMIZERS.get(method, "sgd"),
         "zero_stage": zero_stage,
     }
-    training = {"method": method, "checkpoint_minutes": 5.0}  # saves come only at the ends of epochs
+    # saves come only at the ends of epochs
+    training = {"method": method, "checkpoint_minutes": 5.0}
     return SweepSpec.model_validate({"name": "x", "workload": workload, "training": training})
 
 
@@ -77,10 +82,12 @@ def trained(worker: Worker) -> Worker:
 
 def work(rank: int, folder: Path) -> None:
     env = WorkerEnvironment(rank, WORKERS, 0, rank, "1", 0, ("here",), on_slurm=False, submission=str(folder))
-    pytest.MonkeyPatch().setattr(trainer, "join_job", lambda: env)  # never undone, because this process ends soon
+    # never undone, because this process ends soon
+    pytest.MonkeyPatch().setattr(trainer, "join_job", lambda: env)
     assert train(folder / "whole") == "finished"
     train(folder / "stopped", stop_after=STOPPED_AFTER)
-    leave_group()  # the trainer leaves the group to the end of the process
+    # the trainer leaves the group to the end of the process
+    leave_group()
     if rank == 0:
         shutil.copytree(folder / "stopped", folder / "as it stopped")
     assert train(folder / "stopped") == "finished"
@@ -105,7 +112,8 @@ def train(root: Path, stop_after: int = 0) -> str:
 
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(SystemExit):
         patch.setattr(Worker, "train_step", counted)
-        patch.setattr(stopping, "FIRST_CHECKS", EPOCHS * STEPS_PER_EPOCH)  # check for a stop at every step
+        # check for a stop at every step
+        patch.setattr(stopping, "FIRST_CHECKS", EPOCHS * STEPS_PER_EPOCH)
         return run_training(TrainJob(sweep("polo"), ClusterSpec(), Configuration(WORKERS, 1, BATCH), root), stop)
     return "stopped"
 
@@ -120,7 +128,8 @@ def local_steps(env: WorkerEnvironment) -> dict[str, Tensor]:
         worker.train_step(*batch)
         seen[f"{name} weights"] = weights(worker)
         seen[f"{name} means"] = torch.cat([b.flatten() for n, b in worker.model.named_buffers() if "mean" in n])
-        if name != "averaged":  # there, the gradient is dropped before the average
+        # there, the gradient is dropped before the average
+        if name != "averaged":
             seen[f"{name} gradient"] = torch.cat([p.grad.flatten() for p in worker.parameters if p.grad is not None])
     return seen
 
@@ -170,7 +179,8 @@ def test_two_workers_train_as_one_with_the_whole_batch(ranks: list[dict[str, Any
     expected = torch.split(weights(alone) - weights(start), sizes)
     for seen in ranks:
         for move, wanted in zip(torch.split(seen[name] - weights(start), sizes), expected, strict=True):
-            assert (move - wanted).norm() < 0.02 * wanted.norm()  # the layer-wise moves are small against the weights
+            # the layer-wise moves are small against the weights
+            assert (move - wanted).norm() < 0.02 * wanted.norm()
     assert torch.equal(ranks[0][name], ranks[1][name])
 
 
@@ -237,7 +247,8 @@ def test_another_number_of_workers_goes_on_from_the_mean(folder: Path) -> None:
     states = LocalStates(checkpoints(folder, "as it stopped"), new_worker(sweep("polo")))
     parts = [latest(checkpoints(folder, "as it stopped") / part).state for part in ("", "worker-0001")]
     loaded = latest(states.folder)
-    states.worker.device = torch.device("meta")  # states stay on the host, where the mean is taken
+    # states stay on the host, where the mean is taken
+    states.worker.device = torch.device("meta")
     mean = states.load(loaded)
     states.worker.device = torch.device("cpu")
     for name, tensor in mean["model"].items():

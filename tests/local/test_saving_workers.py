@@ -45,10 +45,12 @@ SWEEP = SweepSpec.model_validate(
             "epochs": EPOCHS,
             "loader_workers": 0,
         },
-        "training": {"method": "lbt", "checkpoint_minutes": 1e-6},  # each save follows the one before at once
+        # each save follows the one before at once
+        "training": {"method": "lbt", "checkpoint_minutes": 1e-6},
     }
 )
-WRITES = 3  # number of the write that fails or is killed; it begins in the second epoch at the latest
+# number of the write that fails or is killed; it begins in the second epoch at the latest
+WRITES = 3
 
 
 def work(rank: int, folder: Path) -> None:
@@ -94,7 +96,8 @@ def train(
     env = WorkerEnvironment(rank, workers, 0, rank, "1", 0, ("here",), on_slurm=False, submission=str(root.parent))
     patch = pytest.MonkeyPatch()
     patch.setattr(trainer, "join_job", lambda: env)
-    patch.setattr(stopping, "FIRST_CHECKS", 1000)  # check for a stop at every step
+    # check for a stop at every step
+    patch.setattr(stopping, "FIRST_CHECKS", 1000)
     patch.setattr(checkpoint, "_write_checkpoint", slowed(checkpoint._write_checkpoint, strike))
     written: list[bool] = []
     if note:
@@ -156,7 +159,8 @@ def check_what_is_written(patch: pytest.MonkeyPatch, written: list[bool]) -> Non
     """Record for every checkpoint whether it has the state of its own step, though it is written some steps later."""
     begin, save, step = BackgroundWriter.begin, CheckpointStore.save, Worker.train_step
     then: list[Tensor] = []
-    steps: list[int] = [0, 0]  # steps taken so far, and steps at the begin of the save
+    # steps taken so far, and steps at the begin of the save
+    steps: list[int] = [0, 0]
 
     def stepping(self: Worker, *batch: Tensor) -> Tensor:
         steps[0] += 1

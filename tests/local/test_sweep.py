@@ -31,7 +31,8 @@ from tula_hpc.stages.train import train_stage
 from tula_hpc.sweep import main
 
 ROOT = Path(__file__).resolve().parents[2]
-UNEVEN = 179  # local batch: of 359 test samples, two workers have 180 and 179, so two batches and one
+# local batch: of 359 test samples, two workers have 180 and 179, so two batches and one
+UNEVEN = 179
 SLOW_TO_EVALUATE = {
     "model": "tests.examples.slow:build_slow_to_evaluate",
     "dataset": "digits",
@@ -211,7 +212,8 @@ def stop_when(run: RunDirectory, step: int, shell: int) -> None:
     controllers = children_of(shell)
     workers = [worker for controller in controllers for worker in children_of(controller)]
     helpers = [helper for worker in workers for helper in descendants(worker)]
-    assert len(helpers) >= 2 * 3  # for each worker: a loader process, its fork server and the resource tracker
+    # for each worker: a loader process, its fork server and the resource tracker
+    assert len(helpers) >= 2 * 3
     for process in helpers:
         os.kill(process, signal.SIGUSR2)
     for process in (*helpers, *controllers):
@@ -265,14 +267,16 @@ def test_out_of_memory_is_a_record_and_the_plan_stays_below_it(tmp_path: Path) -
         '[workload]\nmodel = "tests.examples.hungry:build"\ndataset = "digits"\nloader_workers = 0\n'
         '[search]\ncluster_sizes = [1]\nmin_batch = 64\nmax_batch = 128\nmode = "full"\nestimate = false\n'
         "warmup_steps = 1\nmin_steps = 5\nmax_steps = 5\n"
-        '[training]\nmethod = "lbt"\n'  # scaling would take the batch in two halves, which needs less memory
+        # scaling would take the batch in two halves, which needs less memory
+        '[training]\nmethod = "lbt"\n'
     )
     cluster = tmp_path / "limited.toml"
     cluster.write_text('name = "limited"\nsetup = ["ulimit -v 6000000"]\n')
     options = ["--cluster", str(cluster), "--until", "plan", "--run-dir", str(tmp_path / "run")]
     assert main([str(path), *options]) == 0
     records = RunDirectory(tmp_path / "run").measurements().records
-    assert len({m.configuration for m in records}) == len(records)  # earlier measurements are not lost
+    # earlier measurements are not lost
+    assert len({m.configuration for m in records}) == len(records)
     failed = [m for m in records if m.status == "oom"]
     assert failed
     assert all(m.failure is Failure.HOST_OOM for m in failed)
@@ -294,4 +298,5 @@ def test_out_of_memory_in_training_falls_back_and_keeps_the_samples_seen(tmp_pat
     assert events == ["submitted", "oom", "fell_back", "submitted", "resumed", "finished"]
     resumed = next(event for event in run.events() if event.event == "resumed")
     assert resumed.data["samples_seen"] > 0
-    assert result.samples_seen == 3 * 1024  # each sample once per epoch, whatever the batch
+    # each sample once per epoch, whatever the batch
+    assert result.samples_seen == 3 * 1024

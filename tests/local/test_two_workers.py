@@ -64,7 +64,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         chosen = with_step_time(known, 1e-5)
         write_plan(run, plan([chosen] * 4, chosen=chosen))
     taken = candidate_ports(environment(0, folder))[0]
-    with socket.create_server((LOOPBACK, taken)):  # another process, which never answers
+    # another process, which never answers
+    with socket.create_server((LOOPBACK, taken)):
         give_secret(folder)
         start_workers(WORKERS, work, folder)
     return folder
@@ -123,14 +124,16 @@ def work(rank: int, folder: Path) -> None:
         stand_in(worker_module, "local_gradient", slow_gradient)
     for name in RUNS:
         root = folder / name
-        if rank == 1:  # a stale view of the network file system: no plan yet
+        # a stale view of the network file system: no plan yet
+        if rank == 1:
             root = RunDirectory(folder / f"{name} as seen by 1").create().root
             (root / "train").rmdir()
             (root / "train").symlink_to(folder / name / "train")
         job = TrainJob(sweep(drift=name == "watched"), ClusterSpec(), CONFIGURATION, root)
         assert run_training(job, StopRequest()) == "finished"
     with process_group(ClusterSpec(), env):
-        seen = probe(env)  # in its own function, so that its DDP is freed before the process group
+        # in its own function, so that its DDP is freed before the process group
+        seen = probe(env)
         gc.collect()
         seen["exchanging"] = exchange(env)
     (folder / f"{rank}.json").write_text(json.dumps(seen))

@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from signal import SIGKILL
 
-PACKAGES = ("slurm-wlm", "slurmdbd", "munge", "mariadb-server", "iproute2", "procps", "btrfs-progs")  # disk quotas
+# disk quotas
+PACKAGES = ("slurm-wlm", "slurmdbd", "munge", "mariadb-server", "iproute2", "procps", "btrfs-progs")
 PROGRAMS = (
     "slurmctld",
     "slurmd",
@@ -26,19 +27,22 @@ PROGRAMS = (
     "nsenter",
     "unshare",
 )
-SBIN = "/usr/local/sbin:/usr/sbin:/sbin"  # where Debian puts daemons; not on every PATH
+# where Debian puts daemons; not on every PATH
+SBIN = "/usr/local/sbin:/usr/sbin:/sbin"
 # number of the pytest-xdist worker, since every worker can have a cluster of its own
 NUMBER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 NAME = f"ttc{NUMBER or ''}"
 SUBNET = f"10.92.{NUMBER}"
 HEAD = f"{SUBNET}.254"
 CGROUPS = Path("/sys/fs/cgroup")
-V1_CONTROLLERS = ("cpu", "cpuacct", "memory", "freezer")  # controllers that Slurm or the CPU quota needs
+# controllers that Slurm or the CPU quota needs
+V1_CONTROLLERS = ("cpu", "cpuacct", "memory", "freezer")
 # pids is listed only because Slurm 22.05 does not recognize the last name of the kernel's list of controllers
 V2_CONTROLLERS = ("cpu", "cpuset", "memory", "pids")
 # CPU weight of the whole cluster; with the default of 1, all its jobs together would count as one process
 WEIGHT = 4
-QUOTA_PERIOD_US = 10_000  # short, since within the usual 100 ms a training step could run at full speed
+# short, since within the usual 100 ms a training step could run at full speed
+QUOTA_PERIOD_US = 10_000
 
 
 class ClusterError(RuntimeError):
@@ -194,7 +198,8 @@ def cluster_pids(place: str = "") -> set[int]:
     pids: set[int] = set()
     for hierarchy in hierarchies():
         for folder in _folders(hierarchy / NAME / place):
-            with suppress(OSError):  # a job step's cgroup may disappear at any time
+            # a job step's cgroup may disappear at any time
+            with suppress(OSError):
                 pids.update(int(line) for line in (folder / "cgroup.procs").read_text().split())
     return pids
 
@@ -234,11 +239,13 @@ def kill_processes(place: str = "") -> None:
     """Kill all processes of the cluster, or of one place, and wait for their end."""
     for folder in _folders(CGROUPS / "freezer" / NAME / place):
         with suppress(OSError):
-            (folder / "freezer.state").write_text("THAWED")  # cgroup v1: a suspended process must be thawed to die
+            # cgroup v1: a suspended process must be thawed to die
+            (folder / "freezer.state").write_text("THAWED")
 
     def all_dead() -> bool:
         pids = cluster_pids(place)
-        for pid in pids:  # repeated by `wait_for`, because a process can fork while it is being killed
+        # repeated by `wait_for`, because a process can fork while it is being killed
+        for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, SIGKILL)
         return not pids
@@ -278,7 +285,8 @@ def _rmdir(folder: Path) -> bool:
     except FileNotFoundError:
         return True
     except OSError:
-        return False  # the kernel still counts a process that has just ended
+        # the kernel still counts a process that has just ended
+        return False
     return True
 
 
@@ -291,7 +299,8 @@ def make_network(hosts: tuple[str, ...], rate_mbit: int) -> None:
         _ip(f"netns add {host}")
         _ip(f"link add {NAME}-{number} type veth peer name eth0 netns {host}")
         _ip(f"link set {NAME}-{number} master {NAME}-0 up")
-        _ip(f"-n {host} link set eth0 addrgenmode none")  # IPv4 only, so that collectives have one address to use
+        # IPv4 only, so that collectives have one address to use
+        _ip(f"-n {host} link set eth0 addrgenmode none")
         _ip(f"-n {host} addr add {SUBNET}.{number}/24 dev eth0")
         _ip(f"-n {host} link set eth0 up")
         _ip(f"-n {host} link set lo up")
@@ -318,5 +327,6 @@ def remove_network() -> None:
     for namespace in Path("/run/netns").glob(f"{NAME}-*"):
         _ip(f"netns del {namespace.name}")
     for link in [path.name for path in Path("/sys/class/net").glob(f"{NAME}-*")]:
-        with suppress(ClusterError):  # a removed namespace also removes its link, a moment later
+        # a removed namespace also removes its link, a moment later
+        with suppress(ClusterError):
             _ip(f"link del {link}")

@@ -43,7 +43,8 @@ model = "tula_hpc.workloads.small_cnns:compact_cnn"
 dataset = "digits"
 loader_workers = 0
 """
-LINK_GBS = 0.125  # bandwidth of the test cluster's links of 1 Gbit/s
+# bandwidth of the test cluster's links of 1 Gbit/s
+LINK_GBS = 0.125
 
 
 class Checked:

@@ -68,7 +68,8 @@ def test_both_ends_of_a_link_are_shaped(slurm_cluster: MiniCluster) -> None:
     for end in (from_node, to_node):
         (shaper,) = json.loads(end)
         assert shaper["kind"] == "tbf"
-        assert shaper["options"]["rate"] == slurm_cluster.rate_mbit * 1_000_000 // 8  # bytes per second
+        # bytes per second
+        assert shaper["options"]["rate"] == slurm_cluster.rate_mbit * 1_000_000 // 8
 
 
 def test_jobs_run_under_their_nodes_cpu_quota(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
@@ -197,7 +198,8 @@ class TestLifeCycle:
         killed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False)
         assert killed.returncode == -9
         assert MiniCluster().pid("slurmctld")
-        assert testcluster.running_cluster() is None  # the cluster runs, but its owner is gone
+        # the cluster runs, but its owner is gone
+        assert testcluster.running_cluster() is None
         with MiniCluster(nodes=2, accounting=False) as cluster:
             assert testcluster.running_cluster() == cluster
             assert len(cluster.run("srun", "--nodes=2", "uname", "-n").split()) == 2

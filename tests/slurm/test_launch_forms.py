@@ -21,7 +21,8 @@ from tula_hpc.launch.launcher import Launcher
 from tula_hpc.records import RunDirectory
 
 WORKERS = 4
-CORES = 2  # cores of each worker
+# cores of each worker
+CORES = 2
 FORMS: dict[str, dict[str, Any]] = {
     "gres": {"gres": "gpu:4"},
     "gres, exclusive": {"gres": "gpu:4", "exclusive": True},
@@ -32,8 +33,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "gpus": {"max_nodes": 1, "sbatch": {"gpus": 4}},
     "exclusive, of srun": {"exclusive": True, "srun_args": ["-K1", "--gres=gpu:4"]},
 }
-ALONE = {"gpus_per_task", "gpu_bind"}  # forms with which Slurm shows each worker only its own GPU
-NODES = {"gres": 2}  # nodes of a form's job; default 1
+# forms with which Slurm shows each worker only its own GPU
+ALONE = {"gpus_per_task", "gpu_bind"}
+# nodes of a form's job; default 1
+NODES = {"gres": 2}
 
 
 def cluster_of(form: str) -> ClusterSpec:

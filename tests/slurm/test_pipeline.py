@@ -176,7 +176,8 @@ def test_a_task_over_its_memory_limit_is_recorded_as_out_of_memory(hungry: Finis
     largest = max(killed, key=lambda m: m.local_batch)
     assert largest.local_batch == 256
     smallest = next(m for m in records if m.local_batch == 16)
-    assert (smallest.status, smallest.job_id) == ("ok", largest.job_id)  # measured first by the same job: not lost
+    # measured first by the same job: not lost
+    assert (smallest.status, smallest.job_id) == ("ok", largest.job_id)
 
 
 def test_the_search_goes_on_below_the_bound_and_the_plan_respects_it(hungry: Finished) -> None:

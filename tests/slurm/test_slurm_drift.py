@@ -18,8 +18,10 @@ from tula_hpc.launch.launcher import Launcher
 from tula_hpc.records import Configuration, Event, Measurement, RunDirectory, read_metrics, read_records
 
 CONFIGURATION = Configuration(nodes=2, workers_per_node=1, local_batch=32)
-SLOW_MBIT = 20  # rate of the slowed link; usually 1000
-ROOM = (0.4, 1.8)  # interval of the prediction; wide, because other work on this machine may slow all nodes at once
+# rate of the slowed link; usually 1000
+SLOW_MBIT = 20
+# interval of the prediction; wide, because other work on this machine may slow all nodes at once
+ROOM = (0.4, 1.8)
 SWEEP = SweepSpec.model_validate(
     {
         "name": "drifting",

@@ -100,7 +100,8 @@ def test_a_job_goes_on_with_what_the_search_wants_next(begun: dict[str, Future[P
     notes = found.run.job_notes()
     assert [note.configuration for note in notes if note.configuration] == [m.configuration for m in records]
     assert (notes[-1].note, notes[-1].detail) == ("ended", "")
-    assert len({m.local_batch for m in records}) > 2  # it began with the smallest and the largest
+    # it began with the smallest and the largest
+    assert len({m.local_batch for m in records}) > 2
 
 
 @pytest.fixture(scope="module")

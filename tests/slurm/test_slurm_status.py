@@ -49,7 +49,8 @@ def test_status_sees_what_runs_waits_was_requeued_and_is_over(
     assert reasons[second.job_id] == ("JobArrayTaskLimit", False)
     assert reasons[held.job_id] == ("JobHeldUser", True)
 
-    slurm.cancel([second.job_id])  # otherwise the second job would run while the first one waits
+    # otherwise the second job would run while the first one waits
+    slurm.cancel([second.job_id])
     time.sleep(2.0)
     slurm.run_command(["scontrol", "requeue", first.job_id])
     status_when(root, lambda run_status: phase(run_status, first.job_id) is JobPhase.WAITING)

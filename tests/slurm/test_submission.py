@@ -84,7 +84,8 @@ def test_a_controller_that_is_paused_during_sbatch_gets_exactly_one_job(
     launcher = launcher_at(tmp_path)
     with stopped(slurm_cluster, 15):
         jobs = launcher.submit([says(0, notes)], stage="profile", nodes=1, minutes=2)
-    assert "looking for the job" in capfd.readouterr().err  # proves that sbatch failed
+    # proves that sbatch failed
+    assert "looking for the job" in capfd.readouterr().err
     launcher.wait(jobs)
     (name,) = names(launcher)
     assert slurm.named(name) == [jobs[0].job_id]
@@ -141,7 +142,8 @@ def test_a_limit_on_submitted_jobs_is_respected_and_nothing_is_lost(
     launcher = launcher_at(tmp_path, "array_parallelism=4")
     with slurm_cluster.changed(submit_limit=2):
         todo = list(range(4))
-        while todo:  # like the stages, submit again what was not accepted
+        # like the stages, submit again what was not accepted
+        while todo:
             jobs = launcher.submit([says(i, notes) for i in todo], stage="profile", nodes=1, minutes=2)
             assert 1 <= len(jobs) <= 2
             if len(jobs) == 2:
@@ -185,7 +187,8 @@ def test_a_submitter_that_is_killed_around_sbatch_leaves_nothing_twice_and_nothi
     launcher = launcher_at(tmp_path)
     known = [event.job_id for event in launcher.run.events()]
     assert len(known) == 1
-    monkeypatch.setattr("tula_hpc.launch.slurm_executor.SBATCH_S", 0.0)  # no wait: no sbatch call is still running
+    # no wait: no sbatch call is still running
+    monkeypatch.setattr("tula_hpc.launch.slurm_executor.SBATCH_S", 0.0)
     found = launcher.find_lost()
     assert len(found) == 3
     ids = [event.job_id for event in launcher.run.events()]

@@ -31,7 +31,8 @@ from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM, Signals
 from string import Template
 
-if __name__ == "__main__":  # run by its path: the folder of `tests` is not yet on Python's path
+# run by its path: the folder of `tests` is not yet on Python's path
+if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.slurm import machine
@@ -41,7 +42,8 @@ __all__ = ["STATE", "ClusterError", "MiniCluster", "main", "running_cluster"]
 
 STATE = Path(f"/var/tmp/tula-testcluster{NUMBER or ''}")
 TEMPLATES = Path(__file__).resolve().parent / "conf"
-NULL_DEVICE = os.makedev(1, 3)  # device number of /dev/null, used for made-up GPUs: Slurm accepts only device files
+# device number of /dev/null, used for made-up GPUs: Slurm accepts only device files
+NULL_DEVICE = os.makedev(1, 3)
 SERVICES = ("database_port", "accounting_port", "controller_port", "node_port")
 PORTS = {name: 16806 + 10 * NUMBER + place for place, name in enumerate(SERVICES)}
 
@@ -78,17 +80,26 @@ class MiniCluster:
     """
 
     nodes: int = 4
-    rate_mbit: int = 1000  # rate of every node's link in each direction, in Mbit/s
-    cpu_percent: int = 50  # CPU quota of a node, in per cent of one core
+    # rate of every node's link in each direction, in Mbit/s
+    rate_mbit: int = 1000
+    # CPU quota of a node, in per cent of one core
+    cpu_percent: int = 50
     node_memory_mb: int = 5000
-    accounting: bool = True  # whether slurmdbd runs; without it sacct fails
-    user_signal: bool = False  # preemption sends the signal of the job's --signal option instead of TERM
+    # whether slurmdbd runs; without it sacct fails
+    accounting: bool = True
+    # preemption sends the signal of the job's --signal option instead of TERM
+    user_signal: bool = False
     max_array_size: int = 1001
-    grace_s: int = 10  # seconds between a preempted job's TERM and its KILL
-    requeue: bool = True  # whether jobs without a requeue option may be requeued
-    submit_limit: int = 0  # jobs that a user may have in the queue; 0: no limit
-    cpus: int = 2  # CPUs that Slurm counts on a node; it binds no process to them
-    gpus: int = 4  # GPUs that Slurm counts on a node; made-up device files
+    # seconds between a preempted job's TERM and its KILL
+    grace_s: int = 10
+    # whether jobs without a requeue option may be requeued
+    requeue: bool = True
+    # jobs that a user may have in the queue; 0: no limit
+    submit_limit: int = 0
+    # CPUs that Slurm counts on a node; it binds no process to them
+    cpus: int = 2
+    # GPUs that Slurm counts on a node; made-up device files
+    gpus: int = 4
 
     def __post_init__(self) -> None:
         check(1 <= self.nodes <= 100, f"nodes: expected 1 to 100, got {self.nodes}")
@@ -374,7 +385,8 @@ class MiniCluster:
         if self.accounting:
             optional = ["AccountingStorageType=accounting_storage/slurmdbd", f"AccountingStorageHost={HEAD}"]
             optional += [f"AccountingStoragePort={PORTS['accounting_port']}"]
-            optional += [f"AccountingStoragePass={STATE}/run/munge.socket"]  # with munge, the "password" is its socket
+            # with munge, the "password" is its socket
+            optional += [f"AccountingStoragePass={STATE}/run/munge.socket"]
         if self.submit_limit:
             optional += ["AccountingStorageEnforce=associations,limits,qos"]
         if self.user_signal:

@@ -19,7 +19,8 @@ HERE = Path(__file__).parent
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _waits_for_scenarios(item):
-            item.add_marker(pytest.mark.timeout(1200))  # the first such test waits for all scenarios
+            # the first such test waits for all scenarios
+            item.add_marker(pytest.mark.timeout(1200))
 
 
 def _waits_for_scenarios(item: pytest.Item) -> bool:

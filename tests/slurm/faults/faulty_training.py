@@ -36,9 +36,12 @@ from tula_hpc.records import (
 from tula_hpc.stages.context import Sweep
 from tula_hpc.stages.train import train_stage
 
-PATIENCE_S = 600  # limit for every wait of a scenario; long, because many trainings share two cores
-LOOK_PAUSE_S = 0.5  # pause between two polls of files or the queue, to leave the processors to the jobs
-EARLY_STEP = 12  # step of 64 for a fault: in the second epoch of 8 steps, after several checkpoints
+# limit for every wait of a scenario; long, because many trainings share two cores
+PATIENCE_S = 600
+# pause between two polls of files or the queue, to leave the processors to the jobs
+LOOK_PAUSE_S = 0.5
+# step of 64 for a fault: in the second epoch of 8 steps, after several checkpoints
+EARLY_STEP = 12
 ONE = Configuration(nodes=1, workers_per_node=1, local_batch=64)
 WORKLOAD = {
     "dataset": "digits",
@@ -60,19 +63,26 @@ class Settings(NamedTuple):
     """What one training trains, and how its job runs."""
 
     configuration: Configuration = ONE
-    training: Mapping[str, object] = {}  # keys of [training]
-    cluster: Mapping[str, object] = {}  # keys of the cluster file
-    loader_workers: int = 0  # few, because each is a process that imports torch
-    pace_s: float = 0.4  # duration of a training pass, until `Training.hurry`
-    spec: SweepSpec | None = None  # replaces the usual sweep; needs a plan that fits
+    # keys of [training]
+    training: Mapping[str, object] = {}
+    # keys of the cluster file
+    cluster: Mapping[str, object] = {}
+    # few, because each is a process that imports torch
+    loader_workers: int = 0
+    # duration of a training pass, until `Training.hurry`
+    pace_s: float = 0.4
+    # replaces the usual sweep; needs a plan that fits
+    spec: SweepSpec | None = None
     plan: Plan | None = None
 
 
 class Strike(NamedTuple):
     """A fault that the test caused."""
 
-    at: float  # Unix time
-    saved: int  # samples that the newest checkpoint had seen at that time
+    # Unix time
+    at: float
+    # samples that the newest checkpoint had seen at that time
+    saved: int
 
 
 @dataclass
@@ -105,7 +115,8 @@ class Training:
         self.plan = settings.plan or only(settings.configuration)
         self.strikes: list[Strike] = []
         self.accounts: list[Account] = []
-        self.seen: dict[str, Any] = {}  # observations of the scenario, for its tests
+        # observations of the scenario, for its tests
+        self.seen: dict[str, Any] = {}
         self._command: threading.Thread | None = None
 
     def set_pace(self, seconds: float) -> None:

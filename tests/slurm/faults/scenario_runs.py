@@ -12,7 +12,8 @@ from tests.slurm.faults.faulty_training import Training
 from tests.slurm.faults.scenarios import OTHERS_ARE_OVER, SCENARIOS, SETTINGS, Scenario
 from tests.slurm.testcluster import MiniCluster
 
-CPU_SHARE_PERCENT = 200  # more than usual: no step times are checked, and the trainings sleep most of the time
+# more than usual: no step times are checked, and the trainings sleep most of the time
+CPU_SHARE_PERCENT = 200
 
 
 class ScenarioRun:
@@ -85,7 +86,8 @@ class ScenarioRuns:
     def _begin(runs: list[ScenarioRun]) -> None:
         for run in runs:
             run.thread.start()
-            time.sleep(0.3)  # lets Slurm start the jobs in this order
+            # lets Slurm start the jobs in this order
+            time.sleep(0.3)
 
     @staticmethod
     def _wait(runs: list[ScenarioRun]) -> None:

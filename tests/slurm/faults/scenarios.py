@@ -18,13 +18,16 @@ from tula_hpc.records import Configuration
 PAIR = Configuration(nodes=1, workers_per_node=2, local_batch=32)
 TWO_NODES = Configuration(nodes=2, workers_per_node=1, local_batch=32)
 SUSPENDED_S = 20.0
-PAUSE_S = 15.0  # squeue gives up after 10 s
-SETTINGS = threading.Lock()  # held by the scenario that changes the cluster's settings or depends on them
+# squeue gives up after 10 s
+PAUSE_S = 15.0
+# held by the scenario that changes the cluster's settings or depends on them
+SETTINGS = threading.Lock()
 OTHERS_ARE_OVER = threading.Event()
 
 ALONE: Mapping[str, object] = {"exclusive": True, "memory_gb": 4.0}
 NO_REQUEUE: Mapping[str, object] = {"sbatch": {"requeue": False, "no-requeue": True}}
-REQUEUES: Mapping[str, object] = {**ALONE, "partition": "batch"}  # named by what a preemption does in the partition
+# named by what a preemption does in the partition
+REQUEUES: Mapping[str, object] = {**ALONE, "partition": "batch"}
 CANCELS: Mapping[str, object] = {**ALONE, "partition": "cancel"}
 KILLS: Mapping[str, object] = {**ALONE, "partition": "abrupt"}
 SUSPENDS: Mapping[str, object] = {"partition": "suspend"}
@@ -139,7 +142,8 @@ def preempted(training: Training, settings: AbstractContextManager[object] | Non
     """Preempt the job by one in a partition of higher priority; Slurm sends TERM."""
     training.start()
     training.wait_for_steps()
-    with SETTINGS, settings or nullcontext():  # no other scenario may change which signal a preemption sends
+    # no other scenario may change which signal a preemption sends
+    with SETTINGS, settings or nullcontext():
         training.strike(lambda: training.cluster.preempt(training.job_id))
         training.wait_for_event("preempted")
     training.wait_for_event("resumed")
@@ -177,7 +181,8 @@ def suspended(training: Training) -> None:
 
     def stands_still() -> bool:
         before = training.losses()[-1]
-        time.sleep(2)  # long enough for several steps
+        # long enough for several steps
+        time.sleep(2)
         return training.losses()[-1] == before
 
     training.wait_for(stands_still, "the processes to be stopped")
@@ -230,11 +235,13 @@ def controller_gone(training: Training) -> None:
     training.start()
     training.wait_for_steps()
     training.set_pace(5.0)
-    OTHERS_ARE_OVER.wait()  # the controller takes a job that ended while it was down for running, for minutes
+    # the controller takes a job that ended while it was down for running, for minutes
+    OTHERS_ARE_OVER.wait()
     cluster = training.cluster
     for disturb in (cluster.restart_controller, cluster.kill_controller, lambda: cluster.pause_controller(PAUSE_S)):
         training.strike(disturb)
-        time.sleep(3)  # the command polls Slurm every 2 s, so it meets each disturbance
+        # the command polls Slurm every 2 s, so it meets each disturbance
+        time.sleep(3)
     training.hurry()
     training.end()
 
@@ -244,10 +251,14 @@ class Scenario(NamedTuple):
 
     run: Callable[[Training], None]
     settings: Settings
-    reference: str = "one"  # the uninterrupted training that it must equal
-    disturbs: bool = False  # stops the controller, or needs accounting and requeues off; starts after the others
-    anytime: bool = False  # may still run while scenarios that disturb the controller run
-    thorough: bool = False  # a variation of another scenario; its tests are marked `thorough`
+    # the uninterrupted training that it must equal
+    reference: str = "one"
+    # stops the controller, or needs accounting and requeues off; starts after the others
+    disturbs: bool = False
+    # may still run while scenarios that disturb the controller run
+    anytime: bool = False
+    # a variation of another scenario; its tests are marked `thorough`
+    thorough: bool = False
 
 
 SCENARIOS: dict[str, Scenario] = {

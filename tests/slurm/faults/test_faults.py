@@ -7,7 +7,8 @@ from tests.slurm.faults.scenario_runs import ScenarioRuns, about
 from tula_hpc.failure_kinds import Failure
 
 KILLED = ("rank killed", "second node killed", "stale writer", "job killed")
-STOPPED = ("time limit", "requeue refused")  # by a signal, so that everything is saved
+# by a signal, so that everything is saved
+STOPPED = ("time limit", "requeue refused")
 OTHERS = ("damaged checkpoint", "no accounting", "controller gone")
 
 
