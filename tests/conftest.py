@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Lower the priority of all tests but the slowest; a worker never runs one of the slowest after others."""
-    there_is_a_gpu_where_one_is_needed(item)
+    require_gpu_if_marked(item)
     beside_others = getattr(item.config, "workerinput", {}).get("dist") == "loadscope"
     if beside_others and folder_of_jobs(item.nodeid) not in LONGEST:
         os.nice(max(0, LESS_URGENT - os.nice(0)))
@@ -97,7 +97,7 @@ def folder_of_jobs(nodeid: str) -> str:
     return next((folder for folder in JOBS if nodeid.startswith(folder)), "")
 
 
-def there_is_a_gpu_where_one_is_needed(item: pytest.Item) -> None:
+def require_gpu_if_marked(item: pytest.Item) -> None:
     """Skip a test marked `gpu` on a machine without a GPU, or fail it if TULA_REQUIRE_GPU=1."""
     if item.get_closest_marker("gpu") is None:
         return
@@ -110,18 +110,18 @@ def there_is_a_gpu_where_one_is_needed(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def same_rows_are_fitted_once() -> Iterator[None]:
+def cache_fits() -> Iterator[None]:
     """Cache fits by their table: hundreds of tests plan on a few dozen tables, and fits take half of that time."""
     from tula_hpc.analysis.models import memory, step_time_fit
     from tula_hpc.analysis.models import step_time as performance
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(performance, "choose_form", once_a_table(step_time_fit.choose_form))
-        patch.setattr(memory, "_best_fit", once_a_table(memory._best_fit))
+        patch.setattr(performance, "choose_form", cached_by_table(step_time_fit.choose_form))
+        patch.setattr(memory, "_best_fit", cached_by_table(memory._best_fit))
         yield
 
 
-def once_a_table(fit: Callable[..., Any]) -> Callable[..., Any]:
+def cached_by_table(fit: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function with a cache whose key is the pickled arguments."""
 
     @functools.cache
@@ -132,7 +132,7 @@ def once_a_table(fit: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def what_stays_is_not_searched_for_garbage() -> None:
+def freeze_loaded_objects() -> None:
     """Exclude what is loaded by now from garbage collection: scanning all of torch takes longer than most tests."""
     gc.collect()
     gc.freeze()

@@ -178,7 +178,7 @@ def test_without_an_argument_for_the_batch_an_option_of_the_script_is_suggested(
 def test_a_pass_of_more_samples_than_the_data_set_has_items_leaves_the_samples_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As where each item is several views of an image; the batch of the step is within the bounds."""
+    """The items may be several views of an image; the batch of the step is within the bounds."""
     seen: dict[str, object] = {"forward_batch": 1024, "accumulation": 1, "samples": 640, "others": [], "device": "cpu"}
     seen["measurement"] = {"status": "oom", "nodes": 1, "workers_per_node": 1, "local_batch": 1, "finished_at": 0.0}
     seen["options"] = {"names": {}, "values": {}}

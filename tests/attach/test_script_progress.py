@@ -192,7 +192,7 @@ def test_a_first_step_of_fewer_passes_than_later_ones_counts_these_alone(tmp_pat
 
 
 def test_short_steps_of_a_warm_up_belong_to_the_first_epoch(tmp_path: Path, clock: Clock) -> None:
-    """As YOLO's, which takes more and more passes for a step."""
+    """YOLO takes more and more passes for its first steps."""
     watched = WatchedTraining(tmp_path, clock, samples=32)
     for parts in (1, 3, *[4] * 7):
         watched.step(2 * parts, parts)

@@ -175,14 +175,14 @@ def test_passes_without_gradients_over_the_batches_of_a_step_are_no_evaluation()
     calls: list[object] = []
     model = nn.Linear(1, 1)
 
-    class Telling(Listener):
+    class CallListener(Listener):
         def forward_begins(self, samples: int) -> None:
             calls.append(samples)
 
         def evaluating(self) -> None:
             calls.append("evaluation")
 
-    hooks = Hooks(Telling())
+    hooks = Hooks(CallListener())
     loader = DataLoader(TensorDataset(torch.zeros(16, 1)), 4)
     other = iter(DataLoader(TensorDataset(torch.zeros(64, 1)), 4))
 
@@ -834,7 +834,7 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
 }
 
 
-def tell(case: str, rank: int, folder: Path) -> None:
+def record_calls(case: str, rank: int, folder: Path) -> None:
     listener = Recorder()
     Hooks(listener).install()
     CASES[case][0]()
@@ -848,7 +848,7 @@ class Case:
         self.name = name
 
     def __call__(self, rank: int, folder: Path) -> None:
-        tell(self.name, rank, folder)
+        record_calls(self.name, rank, folder)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -918,7 +918,7 @@ def test_a_step_like_those_before_takes_few_calls(tmp_path: Path) -> None:
     assert len(calls) <= MOST_CALLS, calls
 
 
-class Around(nn.Module):
+class Wrapping(nn.Module):
     """A model with its layers in an inner module, as in most scripts."""
 
     def __init__(self) -> None:
@@ -953,14 +953,14 @@ def test_a_script_may_copy_and_save_its_model_as_a_whole(tmp_path: Path) -> None
 def test_with_time_as_the_first_dimension_samples_are_as_many_as_asked_for(asked: Any, samples: list[int]) -> None:
     calls: list[int] = []
 
-    class Asked(Listener):
+    class AskedForSteps(Listener):
         def asked(self) -> Any:
             return asked
 
         def forward_begins(self, samples: int) -> None:
             calls.append(samples)
 
-    hooks = Hooks(Asked())
+    hooks = Hooks(AskedForSteps())
     # the last batch of an epoch is shorter
     for steps in (5, 3):
         hooks._before_forward(nn.LSTM(2, 2), (torch.zeros(steps, 8, 2),), {})
@@ -968,8 +968,8 @@ def test_with_time_as_the_first_dimension_samples_are_as_many_as_asked_for(asked
 
 
 def count_around(rank: int, folder: Path) -> None:
-    hooks = Hooks(Recorder(), "Around").install()
-    model, other = Around(), nn.Linear(4, 9)
+    hooks = Hooks(Recorder(), "Wrapping").install()
+    model, other = Wrapping(), nn.Linear(4, 9)
     for each in (other, model):
         optimizer = torch.optim.SGD(each.parameters(), 0.1)
         backward(each, 3)
@@ -980,7 +980,7 @@ def count_around(rank: int, folder: Path) -> None:
 
 def test_a_model_counts_by_the_name_that_the_script_has_for_it(tmp_path: Path) -> None:
     start_workers(1, count_around, tmp_path)
-    assert json.loads((tmp_path / "results.json").read_text()) == [True, "Around", ["Linear"]]
+    assert json.loads((tmp_path / "results.json").read_text()) == [True, "Wrapping", ["Linear"]]
 
 
 def test_a_teacher_within_a_model_is_not_trained() -> None:
@@ -991,9 +991,9 @@ def test_a_teacher_within_a_model_is_not_trained() -> None:
 
 
 def test_a_librarys_wrapper_has_the_name_of_the_model_within() -> None:
-    model, wrapper = Around(), nn.Module()
+    model, wrapper = Wrapping(), nn.Module()
     wrapper._forward_module = model
-    assert name_of(model) == "Around"
+    assert name_of(model) == "Wrapping"
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def looked_at_often() -> Iterator[None]:
+def check_processes_often() -> Iterator[None]:
     """Shorten the 5 s between torch's checks of a loader process, which is also how long it waits for one to end."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.2)

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from tests.optim.test_optimizer_options import LARGE, LOCAL, NORM_FORMS, give, gradients, parameters, squares_of, wrap
+from tests.optim.test_optimizer_options import (
+    LARGE,
+    LOCAL,
+    NORM_FORMS,
+    gradients,
+    parameters,
+    set_gradients,
+    squares_of,
+    wrap,
+)
 from tula_hpc.gradients.norms import foreach_norms
 from tula_hpc.optim import TulaOptimizer
 
@@ -20,7 +29,9 @@ def square_norms(values: list[Tensor | None]) -> Tensor:
     return torch.tensor([math.nan if g is None else squares_of([g])[0] for g in values], dtype=torch.float64)
 
 
-def train(form: dict[str, Any], *, tell: bool, absent: int | None = None) -> tuple[list[Tensor], TulaOptimizer, int]:
+def train(
+    form: dict[str, Any], *, is_given: bool, absent: int | None = None
+) -> tuple[list[Tensor], TulaOptimizer, int]:
     """Return the weights after some steps, the optimizer, and how often it computed norms."""
     params = parameters()
     optimizer = wrap(params, SGD(params, lr=0.1, momentum=0.9), delta=0.7, **form)
@@ -30,10 +41,10 @@ def train(form: dict[str, Any], *, tell: bool, absent: int | None = None) -> tup
             if absent is not None:
                 values[absent] = None
             optimizer.zero_grad()
-            give(params, values)
+            set_gradients(params, values)
             if form["granularity"] != "element":
                 optimizer.observe_small(4 * square_norms(values), LOCAL)
-            if tell:
+            if is_given:
                 optimizer.observe_norms(square_norms(values))
             optimizer.step()
     return [p.detach() for p in params], optimizer, taken.call_count
@@ -43,8 +54,8 @@ def train(form: dict[str, Any], *, tell: bool, absent: int | None = None) -> tup
 @pytest.mark.parametrize("granularity", [*NORM_FORMS, "element"])
 def test_a_step_with_given_norms_computes_none_and_does_the_same(granularity: str, absent: int | None) -> None:
     form = {"granularity": granularity}
-    mine, one, taken = train(form, tell=False, absent=absent)
-    theirs, other, taken_by_other = train(form, tell=True, absent=absent)
+    mine, one, taken = train(form, is_given=False, absent=absent)
+    theirs, other, taken_by_other = train(form, is_given=True, absent=absent)
     assert (taken, taken_by_other) == (5, 0)
     for weight, same in zip(mine, theirs, strict=True):
         torch.testing.assert_close(weight, same)
@@ -59,7 +70,7 @@ def steps_with(forget: Any) -> int:
         optimizer.observe_norms(square_norms([*gradients(0)]))
         forget(optimizer)
         for _ in range(2):
-            give(params, gradients(0))
+            set_gradients(params, gradients(0))
             optimizer.step()
     return taken.call_count
 
@@ -79,25 +90,25 @@ def test_observed_clipping_is_forgotten_with_the_gradients() -> None:
             optimizer.load_state_dict(optimizer.state_dict())
         else:
             optimizer.zero_grad()
-        give(params, gradients(0))
+        set_gradients(params, gradients(0))
         optimizer.step()
         assert optimizer.statistics().gradient_norm == pytest.approx(math.sqrt(sum(squares_of(gradients(0)))))
 
 
-@pytest.mark.parametrize("tell", [False, True])
+@pytest.mark.parametrize("is_given", [False, True])
 @pytest.mark.parametrize("large_given", [False, True])
-def test_the_noise_is_that_of_the_gradient_before_clipping(tell: bool, large_given: bool) -> None:
+def test_the_noise_is_that_of_the_gradient_before_clipping(is_given: bool, large_given: bool) -> None:
     """|G|² = 1 and tr Σ = 64, so that |g|² is 1 + 64 / B."""
     params, small, large, factor = parameters(), 1 + 64 / LOCAL, 1 + 64 / LARGE, 0.1
     optimizer, elements = wrap(params, granularity="tensor"), sum(p.numel() for p in params)
     sizes = torch.tensor([p.numel() for p in params], dtype=torch.float64) / elements
-    give(params, [torch.full_like(p, factor * math.sqrt(large / elements)) for p in params])
+    set_gradients(params, [torch.full_like(p, factor * math.sqrt(large / elements)) for p in params])
     optimizer.observe_clipping(torch.tensor(factor, dtype=torch.float64))
     if large_given:
         optimizer.observe_small(small * sizes, LOCAL, large * sizes)
     else:
         optimizer.observe_small(factor**2 * small * sizes, LOCAL)
-    if tell:
+    if is_given:
         optimizer.observe_norms(factor**2 * large * sizes)
     optimizer.step()
     assert optimizer.noise() == pytest.approx((64.0, 1.0, 64.0))

@@ -134,14 +134,14 @@ def test_autocast_covers_forward_pass_and_loss() -> None:
     model, (inputs, targets) = plain_model().float(), batch(4)
     seen: list[torch.dtype] = []
 
-    def noting_loss(output: Tensor, expected: Tensor) -> Tensor:
+    def recording_loss(output: Tensor, expected: Tensor) -> Tensor:
         seen.append(output.dtype)
         value: Tensor = loss(output, expected)
         return value
 
     context = torch.autocast("cpu", torch.bfloat16)
-    gradients = reference_gradient(model, noting_loss, inputs, targets, list(model.parameters()), autocast=context)
-    reference_gradient(model, noting_loss, inputs, targets, list(model.parameters()))
+    gradients = reference_gradient(model, recording_loss, inputs, targets, list(model.parameters()), autocast=context)
+    reference_gradient(model, recording_loss, inputs, targets, list(model.parameters()))
     assert seen == [torch.bfloat16, torch.float32]
     assert dense(gradients).dtype == torch.float32
 

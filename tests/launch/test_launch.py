@@ -330,7 +330,7 @@ def test_no_slurm_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         there.submit([touch(tmp_path / "x")], stage="profile", nodes=1, minutes=1)
 
 
-def let_sbatch_say(words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def let_sbatch_print(words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let sbatch print these words whatever it is asked, and take no job."""
     for name in ("sbatch", "srun"):
         (folder / name).write_text(f"#!/bin/sh\necho '{words}' >&2; exit 1\n")
@@ -352,7 +352,7 @@ def let_sbatch_say(words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_dry_run_and_a_submission_take_the_same_words_for_a_refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, meaning: type[LaunchError]
 ) -> None:
-    let_sbatch_say(words, tmp_path, monkeypatch)
+    let_sbatch_print(words, tmp_path, monkeypatch)
     there = launcher(tmp_path, executor="slurm")
     with pytest.raises(LaunchError) as dry:
         could_start(there.script(stage="profile", nodes=1, minutes=1, tasks=1))
@@ -366,7 +366,7 @@ def test_a_dry_run_and_a_submission_take_the_same_words_for_a_refusal(
 def test_what_the_scheduler_refuses_is_on_record_unless_it_can_be_done_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
-    let_sbatch_say("sbatch: error: Batch job submission failed: Invalid feature specification", tmp_path, monkeypatch)
+    let_sbatch_print("sbatch: error: Batch job submission failed: Invalid feature specification", tmp_path, monkeypatch)
     there = launcher(tmp_path, executor="slurm")
     with pytest.raises(RefusedError):
         there.submit([touch(tmp_path / "x")], stage=stage, nodes=1, minutes=1, patient=False)

@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, AdamW, Optimizer
 
-from tests.optim.test_optimizer_options import LARGE, LOCAL, Still, give, gradients, parameters, squares_of, wrap
+from tests.optim.test_optimizer_options import (
+    LARGE,
+    LOCAL,
+    IdleOptimizer,
+    gradients,
+    parameters,
+    set_gradients,
+    squares_of,
+    wrap,
+)
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.optim.observer import StepObserver
 
@@ -20,7 +29,7 @@ STEPS = 6
 
 
 def observed(params: Sequence[Tensor], base: Optimizer | None = None) -> tuple[StepObserver, Optimizer]:
-    optimizer = base or Still(params)
+    optimizer = base or IdleOptimizer(params)
     return StepObserver(optimizer, LARGE), optimizer
 
 
@@ -28,7 +37,7 @@ def square_norms(values: Sequence[Tensor | None], factor: float = 1.0) -> Tensor
     return torch.tensor([math.nan if g is None else factor * squares_of([g])[0] for g in values], dtype=torch.float64)
 
 
-def tell(
+def pass_norms(
     observer: StepObserver | TulaOptimizer, values: Sequence[Tensor | None], clipped: float, *, norms: bool
 ) -> None:
     """Pass small gradients with three times these squared norms, the clipping of these gradients, and their norms."""
@@ -50,8 +59,8 @@ def test_an_observer_reports_what_the_scaling_optimizer_would(norms: bool, clipp
         if absent is not None:
             values[absent] = None
         for params, each, optimizer in ((mine, observer, stepped), (theirs, scaling, scaling)):
-            give(params, values)
-            tell(each, values, clipped, norms=norms)
+            set_gradients(params, values)
+            pass_norms(each, values, clipped, norms=norms)
             optimizer.step()
         assert tuple(observer.step_metrics(1).values()) == pytest.approx(tuple(scaling.statistics()[:2]), nan_ok=True)
         assert tuple(observer.noise()) == pytest.approx(tuple(scaling.noise()), nan_ok=True)
@@ -66,9 +75,9 @@ def test_steps_stay_what_they_are_bit_for_bit(kind: Any) -> None:
     optimizers = [kind(plain, lr=0.1), kind(seen, lr=0.1)]
     observer, _ = observed(seen, optimizers[1])
     for step in range(STEPS):
-        tell(observer, gradients(step), 1.0, norms=False)
+        pass_norms(observer, gradients(step), 1.0, norms=False)
         for params, optimizer in zip((plain, seen), optimizers, strict=True):
-            give(params, gradients(step))
+            set_gradients(params, gradients(step))
             optimizer.step()
     assert all(torch.equal(one, other) for one, other in zip(plain, seen, strict=True))
     assert observer.noise().noise_scale > 0
@@ -78,14 +87,14 @@ def test_a_skipped_step_is_not_observed_and_its_norms_are_not_used() -> None:
     params = parameters()
     observer, stepped = observed(params)
     for step in range(STEPS):
-        give(params, gradients(step))
-        tell(observer, gradients(step), 1.0, norms=True)
+        set_gradients(params, gradients(step))
+        pass_norms(observer, gradients(step), 1.0, norms=True)
         if step != 2:
             stepped.step()
     other, again = observed(params)
     for step in [0, 1, 3, 4, 5]:
-        give(params, gradients(step))
-        tell(other, gradients(step), 1.0, norms=True)
+        set_gradients(params, gradients(step))
+        pass_norms(other, gradients(step), 1.0, norms=True)
         again.step()
     assert observer.step_metrics(1) == other.step_metrics(1)
     assert observer.noise() == other.noise()
@@ -99,9 +108,9 @@ def test_the_loss_scale_of_a_fused_step_is_divided_out_and_an_overflow_is_not_se
     # a scaler scales a loss before its first step
     scaler.scale(torch.zeros(()))
     for step in range(STEPS):
-        give(params, [1024.0 * gradient for gradient in gradients(step)])
+        set_gradients(params, [1024.0 * gradient for gradient in gradients(step)])
         if step == STEPS - 1:
-            give(params, [math.inf * gradient for gradient in gradients(step)])
+            set_gradients(params, [math.inf * gradient for gradient in gradients(step)])
         if unscaled:
             scaler.unscale_(stepped)
         scaler.step(stepped)
@@ -113,8 +122,8 @@ def test_the_loss_scale_of_a_fused_step_is_divided_out_and_an_overflow_is_not_se
 def test_forgotten_norms_are_not_used_at_the_next_step() -> None:
     params = parameters()
     observer, stepped = observed(params)
-    give(params, gradients(0))
-    tell(observer, [g * math.inf for g in gradients(1)], 0.5, norms=True)
+    set_gradients(params, gradients(0))
+    pass_norms(observer, [g * math.inf for g in gradients(1)], 0.5, norms=True)
     observer.forget()
     stepped.step()
     assert observer.step_metrics(1)["gradient_norm"] == pytest.approx(math.sqrt(sum(squares_of(gradients(0)))))
@@ -126,8 +135,8 @@ def test_an_idle_observer_sees_nothing() -> None:
     observer, stepped = observed(params)
     for step in range(3):
         observer.idle = step == 1
-        give(params, [g * (1 + step) for g in gradients(0)])
-        tell(observer, gradients(step), 1.0, norms=False)
+        set_gradients(params, [g * (1 + step) for g in gradients(0)])
+        pass_norms(observer, gradients(step), 1.0, norms=False)
         stepped.step()
     assert observer.step_metrics(1)["sensitivity"] == pytest.approx(8.0)
 
@@ -135,8 +144,8 @@ def test_an_idle_observer_sees_nothing() -> None:
 def test_observed_norms_hold_for_one_step() -> None:
     params = parameters()
     observer, stepped = observed(params)
-    give(params, gradients(0))
-    tell(observer, gradients(5), 0.5, norms=True)
+    set_gradients(params, gradients(0))
+    pass_norms(observer, gradients(5), 0.5, norms=True)
     stepped.step()
     first = observer.noise()
     stepped.step()
@@ -149,12 +158,12 @@ def test_an_overflow_is_not_remembered(norms: bool) -> None:
     params = parameters()
     observer, stepped = observed(params)
     for values in (gradients(0), [g * math.inf for g in gradients(1)], [g * math.nan for g in gradients(1)]):
-        give(params, values)
-        tell(observer, values, 1.0, norms=norms)
+        set_gradients(params, values)
+        pass_norms(observer, values, 1.0, norms=norms)
         stepped.step()
     assert not math.isfinite(observer.step_metrics(1)["sensitivity"])
     assert math.isfinite(observer.noise().noise_scale)
-    give(params, [2 * g for g in gradients(0)])
+    set_gradients(params, [2 * g for g in gradients(0)])
     stepped.step()
     assert observer.step_metrics(1)["sensitivity"] == pytest.approx(3.0)
 
@@ -169,8 +178,8 @@ def test_an_observer_continues_from_its_state() -> None:
                 state = observer.extra_state()
                 observer, stepped = observed(params)
                 observer.load_extra_state(state)
-            give(params, gradients(step))
-            tell(observer, gradients(step), 1.0, norms=False)
+            set_gradients(params, gradients(step))
+            pass_norms(observer, gradients(step), 1.0, norms=False)
             stepped.step()
         runs.append((observer.step_metrics(1), observer.noise()))
     assert runs[0] == runs[1]
@@ -179,7 +188,7 @@ def test_an_observer_continues_from_its_state() -> None:
 def test_a_training_that_was_not_observed_is_observed_from_then_on() -> None:
     params = parameters()
     observer, stepped = observed(params)
-    give(params, gradients(0))
+    set_gradients(params, gradients(0))
     stepped.step()
     observer.load_extra_state(None)
     assert math.isnan(observer.step_metrics(1)["gradient_norm"])

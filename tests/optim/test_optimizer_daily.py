@@ -679,7 +679,7 @@ def test_a_refused_reference_changes_nothing() -> None:
 # cost
 
 
-class Count(TorchDispatchMode):
+class OperationRecorder(TorchDispatchMode):
     """A mode that records operators, and the largest tensor that one creates."""
 
     def __init__(self) -> None:
@@ -696,7 +696,7 @@ class Count(TorchDispatchMode):
         return out
 
 
-def counted(sizes: Sequence[int], **form: Any) -> Count:
+def counted(sizes: Sequence[int], **form: Any) -> OperationRecorder:
     params = [nn.Parameter(torch.ones(size)) for size in sizes]
     base = SGD(params, lr=0.1, foreach=True)
     optimizer = TulaOptimizer(base, small_batch=SMALL, large_batch=LARGE, gate="none", **form)
@@ -705,7 +705,7 @@ def counted(sizes: Sequence[int], **form: Any) -> Count:
     optimizer.observe_small(torch.full((len(sizes),), 2.0), LOCAL)
     optimizer.step()
     optimizer.observe_small(torch.full((len(sizes),), 2.0), LOCAL)
-    count = Count()
+    count = OperationRecorder()
     with count:
         optimizer.step()
     return count
@@ -734,6 +734,6 @@ def test_full_size_factors_are_mixed_piece_by_piece(monkeypatch: pytest.MonkeyPa
     optimizer = TulaOptimizer(SGD([parameter], lr=0.1, foreach=True), small_batch=SMALL, large_batch=LARGE)
     optimizer.update_gradscale([torch.rand(100, 100)], [torch.rand(100, 100)])
     parameter.grad = torch.ones(100, 100)
-    with Count() as count:
+    with OperationRecorder() as count:
         optimizer.step()
     assert count.largest <= 1000

@@ -24,7 +24,7 @@ NORM_FORMS = ("tensor", "model")
 UNITS = {"tensor": [[0], [1], [2], [3]], "model": [[0, 1, 2, 3]]}
 
 
-class Still(Optimizer):
+class IdleOptimizer(Optimizer):
     """An optimizer that does nothing, because the wrapper changes the gradients."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -40,7 +40,7 @@ def parameters() -> list[nn.Parameter]:
 
 def wrap(params: Sequence[nn.Parameter], base: Optimizer | None = None, **options: Any) -> TulaOptimizer:
     options = {"small_batch": SMALL, "large_batch": LARGE, "delta": math.inf, **options}
-    return TulaOptimizer(base or Still(params), **options)
+    return TulaOptimizer(base or IdleOptimizer(params), **options)
 
 
 def gradients(seed: int) -> list[Tensor]:
@@ -48,7 +48,7 @@ def gradients(seed: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
 
 
-def give(params: Sequence[Tensor], values: Sequence[Tensor | None]) -> None:
+def set_gradients(params: Sequence[Tensor], values: Sequence[Tensor | None]) -> None:
     for parameter, value in zip(params, values, strict=True):
         parameter.grad = None if value is None else value.clone()
 
@@ -66,8 +66,8 @@ def factors(optimizer: TulaOptimizer) -> list[float]:
     return found
 
 
-def brought(small: float, large: float, batch: float, wanted: float, large_batch: float) -> float:
-    """Compute the law in other words than the code does."""
+def square_at_batch(small: float, large: float, batch: float, wanted: float, large_batch: float) -> float:
+    """Return the squared norm at the batch `wanted` by the law, written differently than in the code."""
     return large + (small - large) * (1 / wanted - 1 / large_batch) / (1 / batch - 1 / large_batch)
 
 
@@ -92,12 +92,12 @@ def test_factors_from_observed_norms_follow_their_formula(
     for step in range(4):
         large = gradients(seed + step)
         small = [value * (1 + 2 * torch.rand((), dtype=torch.float64).item()) for value in squares_of(large)]
-        give(params, large)
+        set_gradients(params, large)
         optimizer.observe_small(torch.tensor(small), LOCAL)
         optimizer.step()
         weight = smoothing * weight + 1 - smoothing
         for pair, s, g in zip(sums, torch.tensor(small).tolist(), squares_of(large), strict=True):
-            for which, value in enumerate((brought(s, g, LOCAL, SMALL, LARGE), g)):
+            for which, value in enumerate((square_at_batch(s, g, LOCAL, SMALL, LARGE), g)):
                 pair[which] = smoothing * pair[which] + (1 - smoothing) * value
         expected = [0.0] * len(SHAPES)
         for unit in UNITS[granularity]:
@@ -117,7 +117,7 @@ def test_both_references_give_the_same_factors_from_the_same_gradients(granulari
     free, by_pass = wrap(params, granularity=granularity), wrap(others, granularity=granularity)
     small, large = gradients(1), gradients(2)
     by_pass.update_gradscale(small, large)
-    give(params, large)
+    set_gradients(params, large)
     free.observe_small(torch.tensor(squares_of(small), dtype=torch.float64), SMALL)
     free.step()
     assert factors(free) == pytest.approx(factors(by_pass), rel=1e-12)
@@ -161,12 +161,12 @@ def test_the_guard_holds_a_sudden_length_against_the_average_and_leaves_the_rest
     guarded, plain = (wrap(params, granularity=granularity, smoothing=0.9, s_max=99.0, spike_guard=g) for g in (1, 0))
     small = 4.0 * torch.tensor(squares_of(gradients(0)), dtype=torch.float64)
     for length in (1.0, 1.0, 0.5, 30.0, 1.0):
-        give(params, [length * gradient for gradient in gradients(0)])
+        set_gradients(params, [length * gradient for gradient in gradients(0)])
         for optimizer in (guarded, plain):
             optimizer.observe_small(small, SMALL)
             optimizer.step()
             # the last step has scaled them
-            give(params, [length * gradient for gradient in gradients(0)])
+            set_gradients(params, [length * gradient for gradient in gradients(0)])
         both = list(zip(factors(guarded), factors(plain), strict=True))
         if length == 30.0:
             assert all(mine == pytest.approx(2.0 / 30.0, rel=1e-6) and mine < 0.6 * other for mine, other in both)
@@ -178,7 +178,9 @@ def test_the_guard_holds_a_sudden_length_against_the_average_and_leaves_the_rest
 def observe(optimizer: TulaOptimizer, small: Sequence[float], large: Sequence[float]) -> None:
     """Take a step with these squared norms, the small ones at b_small."""
     params = optimizer.parameters()
-    give(params, [torch.full_like(p, math.sqrt(square / p.numel())) for p, square in zip(params, large, strict=True)])
+    set_gradients(
+        params, [torch.full_like(p, math.sqrt(square / p.numel())) for p, square in zip(params, large, strict=True)]
+    )
     optimizer.observe_small(torch.tensor(small, dtype=torch.float64), SMALL)
     optimizer.step()
 
@@ -260,7 +262,7 @@ def test_a_norm_that_is_not_finite_changes_no_factor_of_its_unit(
     params = parameters()
     optimizer = wrap(params, granularity=granularity, smoothing=smoothing, spike_guard=smoothing > 0)
     for step in range(3):
-        give(params, gradients(step))
+        set_gradients(params, gradients(step))
         squares = torch.tensor(squares_of(gradients(step)), dtype=torch.float64) * (1.5 + step)
         before = optimizer.state_dict()["tula"]["averages"]
         if step == 2 and where == "small":
@@ -299,7 +301,7 @@ def test_zero_infinite_and_missing_gradients_leave_finite_factors_and_the_other_
     zeros = [torch.zeros_like(p) for p in params]
     unused: list[Tensor | None] = [None, *gradients(3)[1:]]
     for large in (zeros, gradients(1), zeros, unused, [None] * 4, gradients(2)):
-        give(params, large)
+        set_gradients(params, large)
         if granularity == "element":
             optimizer.update_gradscale(large, large)
         else:
@@ -307,7 +309,7 @@ def test_zero_infinite_and_missing_gradients_leave_finite_factors_and_the_other_
         optimizer.step()
     assert all(f is None or (f.isfinite().all() and f.min() >= 0) for f in optimizer.gradscale)
     assert all(parameter.isfinite().all() for parameter in params)
-    give(params, [torch.full_like(params[0], math.inf), *gradients(4)[1:]])
+    set_gradients(params, [torch.full_like(params[0], math.inf), *gradients(4)[1:]])
     optimizer.step()
     assert not params[0].isfinite().any()
     assert all(parameter.isfinite().all() for parameter in params[1:])
@@ -389,7 +391,7 @@ def test_a_finished_warm_up_leaves_no_trace() -> None:
         optimizer.steps = 3
         optimizer.update_gradscale(gradients(1), gradients(2))
         for step in range(4):
-            give(params, gradients(step))
+            set_gradients(params, gradients(step))
             optimizer.step()
         weights.append(torch.cat([p.detach().flatten() for p in params]))
     assert torch.equal(weights[0], weights[1])
@@ -417,8 +419,8 @@ def test_a_scaled_update_is_so_many_times_the_bases(name: str, granularity: str)
         for mine, other in zip(params, shadow, strict=True):
             # the same weights, and momenta that saw the same gradients
             other.data.copy_(mine.detach())
-        give(params, gradients(step))
-        give(shadow, gradients(step))
+        set_gradients(params, gradients(step))
+        set_gradients(shadow, gradients(step))
         optimizer.step()
         plain.step()
         for parameter, old, new, factor in zip(params, before, shadow, optimizer.gradscale, strict=True):
@@ -450,8 +452,8 @@ def test_a_scaled_update_with_scale_one_equals_the_base_bit_for_bit(name: str, o
     if "s_max" in options:
         optimizer.update_gradscale(gradients(8), gradients(9))
     for step in range(6):
-        give(plain, gradients(step))
-        give(wrapped, gradients(step))
+        set_gradients(plain, gradients(step))
+        set_gradients(wrapped, gradients(step))
         base.step()
         optimizer.step()
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(wrapped, plain, strict=True))
@@ -470,7 +472,7 @@ def test_adam_swallows_a_scaled_gradient_but_not_a_scaled_update() -> None:
     assert moved[4.0, "update"] == pytest.approx(4 * moved[1.0, "gradient"])
 
 
-class Twice(Still):
+class ClosureTwice(IdleOptimizer):
     """An optimizer that calls its closure twice, then takes 1 from every weight."""
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # no overloads
@@ -483,7 +485,7 @@ class Twice(Still):
 
 def test_of_several_calls_of_a_closure_the_last_decides_on_the_update() -> None:
     parameter = nn.Parameter(torch.zeros(1))
-    optimizer = wrap([parameter], Twice([parameter]), static_scale=3.0, apply="update")
+    optimizer = wrap([parameter], ClosureTwice([parameter]), static_scale=3.0, apply="update")
 
     def closure() -> float:
         parameter.grad = torch.ones(1)
@@ -501,7 +503,7 @@ def test_plain_sgd_is_the_same_with_scaled_gradients_or_scaled_updates() -> None
         optimizer = wrap(params, SGD(params, lr=0.1), apply=apply, granularity="tensor", delta=2.0)
         optimizer.update_gradscale(gradients(8), gradients(9))
         for step in range(4):
-            give(params, gradients(step))
+            set_gradients(params, gradients(step))
             optimizer.step()
         weights.append(torch.cat([p.detach().flatten() for p in params]))
     torch.testing.assert_close(weights[0], weights[1])

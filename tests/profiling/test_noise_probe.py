@@ -72,7 +72,7 @@ def test_a_profile_has_it_and_the_plan_can_read_it() -> None:
     assert 0.2 < critical.batch / true_noise_scale(worker_of()) < 5
 
 
-class Looking(nn.Module):
+class ScoreLookup(nn.Module):
     """A model that looks up a score for each of two kinds of pixels and takes the mean; both complex parts count."""
 
     def __init__(self, classes: int, kind: str) -> None:
@@ -88,17 +88,17 @@ class Looking(nn.Module):
 
 def dense(classes: int, image_size: int) -> nn.Module:
     """Return a model for `model = "tests.profiling.test_noise_probe:dense"`."""
-    return Looking(classes, "dense")
+    return ScoreLookup(classes, "dense")
 
 
 def sparse(classes: int, image_size: int) -> nn.Module:
     """Return a model with sparse gradients."""
-    return Looking(classes, "sparse")
+    return ScoreLookup(classes, "sparse")
 
 
 def in_pairs(classes: int, image_size: int) -> nn.Module:
     """Return a model with complex gradients, which are pairs of numbers."""
-    return Looking(classes, "complex")
+    return ScoreLookup(classes, "complex")
 
 
 @pytest.mark.parametrize(("model", "parts"), [(sparse, 1), (in_pairs, 2)])

@@ -72,7 +72,7 @@ def test_a_folder_that_cannot_be_checked_for_now_is_not_lost(tmp_path: Path, mon
     assert not lost
 
 
-class SwapAtALook(StopRequest):
+class SwapAtCheck(StopRequest):
     """A stop request that replaces a training's folder at its third check, between two steps."""
 
     def __init__(self, folder: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_training_whose_folder_was_deleted_ends_and_writes_nothing_into_the_ne
     monkeypatch.setattr(trainer_module, "join_job", lambda: ALONE)
     run = RunDirectory(tmp_path / "run").create()
     folder = run.make_train().root
-    stop = SwapAtALook(folder)
+    stop = SwapAtCheck(folder)
     with pytest.raises(CheckpointError, match=f"{folder}: was deleted or moved while this job trained"):
         run_training(TrainJob(SWEEP, ClusterSpec(), CONFIGURATION, run.root), stop)
     assert stop.looks == 3

@@ -117,7 +117,7 @@ def net(classes, image_size):
 LAYERS = "from torch import nn\ndef wide(width):\n    return nn.Linear(192, width)\n"
 
 
-def tell(folder: Path, seed: int) -> None:
+def write_identity(folder: Path, seed: int) -> None:
     os.chdir(folder)
     identity = build_workload(WorkloadSpec(model="net:net", seed=seed)).identity.model_dump_json()
     Path("identity.json").write_text(identity)
@@ -125,7 +125,7 @@ def tell(folder: Path, seed: int) -> None:
 
 def identity_in(folder: Path, seed: int = 0) -> Identity:
     """Ask a process that has imported nothing from the folder."""
-    process = context_of_workers().Process(target=tell, args=(folder, seed))
+    process = context_of_workers().Process(target=write_identity, args=(folder, seed))
     process.start()
     process.join()
     return Identity.model_validate_json((folder / "identity.json").read_bytes())

@@ -23,14 +23,14 @@ from tula_hpc.stages.train_many import Trainings
 
 SPEC = SweepSpec.model_validate({"name": "s", "training": {"max_requeues": 4}})
 # failure of a label's n-th job; None: the job finishes
-Fate = Callable[[str, int], Failure | None]
+EndOfJob = Callable[[str, int], Failure | None]
 
 
 class Scheduler:
-    """A scheduler that ends the oldest job first, in the way that `fate` gives."""
+    """A scheduler that ends the oldest job first, in the way that `end_of_job` gives."""
 
-    def __init__(self, run: RunDirectory, fate: Fate) -> None:
-        self.run, self.fate = run, fate
+    def __init__(self, run: RunDirectory, end_of_job: EndOfJob) -> None:
+        self.run, self.end_of_job = run, end_of_job
         self.arrays: list[list[str]] = []
         self.alive: dict[str, str] = {}
         self.most_alive = 0
@@ -57,7 +57,7 @@ class Scheduler:
     def wait_for_some(self, jobs: Sequence[Submitted], _tick: object) -> list[Ended]:
         job = jobs[0]
         label = self.alive.pop(job.job_id)
-        failure = self.fate(label, self.submissions(label))
+        failure = self.end_of_job(label, self.submissions(label))
         if failure is None:
             finish(self.run, label)
         return [Ended(job, failure or Failure.BUG, "Traceback\nKeyError: 'x'", None)]
@@ -81,12 +81,12 @@ def finish(run: RunDirectory, label: str) -> None:
 
 
 def trainings(
-    tmp_path: Path, fate: Fate, labels: str, most: int = 2, executor: str = "local"
+    tmp_path: Path, end_of_job: EndOfJob, labels: str, most: int = 2, executor: str = "local"
 ) -> tuple[Trainings, Scheduler]:
     run = RunDirectory(tmp_path / "run").create()
     cluster = ClusterSpec.model_validate({"executor": executor})
     jobs = [TrainJob(SPEC, cluster, Configuration(1, 1, 64), run.root, label) for label in labels]
-    made, scheduler = Trainings(Sweep(SPEC, ClusterSpec(), run), jobs), Scheduler(run, fate)
+    made, scheduler = Trainings(Sweep(SPEC, ClusterSpec(), run), jobs), Scheduler(run, end_of_job)
     made.sweep, made.launcher, made.most = Sweep(SPEC, cluster, run), scheduler, most  # type: ignore[assignment] # a stand-in
     return made, scheduler
 
@@ -179,7 +179,7 @@ def test_a_training_whose_folder_is_deleted_by_hand_begins_anew_and_the_others_d
 ) -> None:
     """It is deleted before its end is handled, or after that while others run."""
 
-    def fate(label: str, number: int) -> Failure | None:
+    def end_of_job(label: str, number: int) -> Failure | None:
         if (label, number) == ("b", 1):
             (submitted,) = (event for event in run.events() if event.data.get("label") == "b")
             run.log_event("finished", "train", job_id=submitted.job_id)
@@ -189,7 +189,7 @@ def test_a_training_whose_folder_is_deleted_by_hand_begins_anew_and_the_others_d
             shutil.rmtree(run.train("a").root)
         return None
 
-    made, scheduler = trainings(tmp_path, fate, "abc", most=1)
+    made, scheduler = trainings(tmp_path, end_of_job, "abc", most=1)
     run = made.run_directory
     assert run_all(made) == {}
     assert [scheduler.submissions(label) for label in "abc"] == [2, 2, 1]
@@ -213,6 +213,6 @@ def test_another_process_of_the_same_command_does_not_try_again_what_failed_for_
         # what failed may have been corrected
     )
     later.launcher = scheduler  # type: ignore[assignment] # a stand-in
-    scheduler.fate = always_finish
+    scheduler.end_of_job = always_finish
     assert run_all(later) == {}
     assert scheduler.jobs == submitted + 1

@@ -278,10 +278,10 @@ def has_a_hook() -> None:
 def meets_elsewhere() -> None:
     """Use a rendezvous for a single machine, as many examples of DDP do."""
     os.environ |= {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "12355"}
-    train(then=tell_listeners)
+    train(then=print_listeners)
 
 
-def tell_listeners(step: int) -> None:
+def print_listeners(step: int) -> None:
     """Print the addresses, as the kernel writes them, at which somebody listens on the workers' port."""
     if step == 0:
         port = f":{int(os.environ['MASTER_PORT']):04X}"
