@@ -96,7 +96,7 @@ def test_a_training_that_is_stopped_or_also_killed_ends_as_undisturbed(
     scenario = Scenario(tmp_path / "run", workers, arguments, script=script)
     assert scenario.start(first, only=0) == [STOPPED] * workers
     if is_killed:
-        # in the second epoch
+        # the kill comes in the second epoch
         assert KILLED in scenario.start(11 - first, signal.SIGKILL)
         assert scenario.start(2) == [STOPPED] * workers
     assert scenario.start() == [EXITED] * workers

@@ -128,7 +128,7 @@ mode = "partial"
     records = RunDirectory(tmp_path / "run").measurements().records
     measured = [m for m in records if m.status == "ok"]
     assert sorted(m.configuration for m in measured) == [(1, 1, 64), (2, 1, 32)]
-    # of the 100 steps, with everything that is measured in addition to whole steps
+    # the script takes 100 steps, including those that measure something else than whole steps
     assert all(10 <= m.steps <= 40 for m in measured)
     # too few steps of the largest batch
     left_out = [m for m in records if m.is_left_out]

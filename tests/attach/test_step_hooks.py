@@ -673,7 +673,7 @@ def wrapped() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     backward(model, 3)
     optimizer.step()
-    # as Lightning does
+    # Lightning sets only the wrapper's mode
     model.training = False
     backward(model, 3)
     optimizer.step()

@@ -14,6 +14,6 @@ LIBRARIES = 500
 def build(classes: int, image_size: int) -> nn.Module:
     """Return a model for `model = "tests.examples.wordy:build"`."""
     versions = {f"library {number}": "1.0" * 25 for number in range(LIBRARIES)}
-    # for the life of this process
+    # the change lasts for the life of this process
     pytest.MonkeyPatch().setattr(profiler, "describe_versions", lambda: versions)
     return compact_cnn(classes, image_size)

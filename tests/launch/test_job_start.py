@@ -187,7 +187,7 @@ def test_a_setup_command_that_fails_is_named_in_the_log_without_its_arguments(
     harmless = ["[ -e /nowhere ] && echo there", "if false; then echo no; fi", "f() { false; true; }; f"]
     setup = [*harmless, "no-conda activate --token=x", "false"]
     there = FewLines(tmp_path, monkeypatch, setup=setup)
-    # of a job that submits this one
+    # left by a job that submits this one
     monkeypatch.setenv(SETUP_FAILED, "`module …` is not of this job")
     there.submit(keep(tmp_path / "kept", SETUP_FAILED))
     code, output = there.run()

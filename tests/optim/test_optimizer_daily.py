@@ -132,7 +132,7 @@ def test_norms_are_used_once_and_an_overflow_is_no_pair_for_the_noise() -> None:
     train(model, optimizer, range(2))
     seen = optimizer.noise().noise_scale
     averages = optimizer.state_dict()[STATE_KEY]["averages"]
-    # not by the optimizer
+    # zeroed by the model, which the optimizer does not see
     model.zero_grad()
     torch.autograd.backward(loss_of(model, 2))
     optimizer.step()
@@ -263,7 +263,7 @@ def test_a_parameter_that_is_frozen_on_the_way_no_longer_decides_a_shared_factor
     params = [nn.Parameter(torch.ones(300)), nn.Parameter(torch.ones(3))]
     form: dict[str, Any] = {"granularity": "model", "exponent": 2.0, "smoothing": smoothing}
     optimizer = TulaOptimizer(SGD(params, lr=0.0), small_batch=SMALL, large_batch=SMALL * 64, gate="none", **form)
-    # of ratios 8 and 2
+    # gradients of ratios 8 and 2
     small = [torch.full((300,), math.sqrt(8.0)), torch.full((3,), math.sqrt(2.0))]
     for frozen in (False, True):
         for _ in range(3):

@@ -93,7 +93,7 @@ def test_a_writer_waits_for_another_one_but_not_for_ever(tmp_path: Path, monkeyp
         fcntl.flock(other, fcntl.LOCK_UN)
         waiting.join(5.0)
         assert path.read_bytes().count(b"\n") == 2
-        # as of a process that is suspended
+        # a suspended process keeps its lock like this
         fcntl.flock(other, fcntl.LOCK_EX)
         monkeypatch.setattr(storage, "LOCK_S", 0.02)
         append_record(path, oom(32))

@@ -315,7 +315,7 @@ def test_diverged_runs_are_counted_not_averaged_and_never_the_best() -> None:
     assert found.number_of("diverged") == 1
     assert (
         table({("lrs", 512): [0.7, None], ("lbt", 512): [0.5, 0.5]}).entries["lrs", 512].mark == "worst"
-        # as if 0.35
+        # counts as 0.35
     )
 
 

@@ -161,7 +161,7 @@ def test_signals_and_gradients_are_of_a_size_that_trains(name: str) -> None:
 
 def test_weights_follow_from_the_seed_alone() -> None:
     def weights(seed: int) -> Tensor:
-        # whatever was drawn before
+        # numbers drawn before must not matter
         torch.rand(seed + 3)
         return torch.cat([p.flatten() for p in build_model(WorkloadSpec(model="vgg11", seed=seed), 3, 8).parameters()])
 

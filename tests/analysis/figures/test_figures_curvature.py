@@ -60,7 +60,7 @@ def test_each_batch_has_one_curve(run: RunContents) -> None:
         norms.setdefault(int(row["global_batch_samples"]), []).append(float(row["norm"]))
     assert list(norms) == [2, batch, 4 * batch]
     first = [row.gradient_norm for row in main.metrics.steps]
-    # of the first training with that batch
+    # norms of the first training with that batch
     assert norms[4 * batch] == [2.0 * (norm or 0) for norm in first]
     assert f"at B = {4 * batch:,}" in drawing.title
 
@@ -80,7 +80,7 @@ def test_the_title_says_where_the_norm_went(run: RunContents, last: float, words
     ]
     drawing = drawn(with_metrics(run, steps=changed), "gradient_norm")
     assert words in drawing.title
-    # not the ends of the line
+    # the title must not use the ends of the line
     assert "in the title are medians of the first and last tenth" in drawing.caption
 
 

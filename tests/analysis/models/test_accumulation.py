@@ -32,7 +32,7 @@ from tula_hpc.launch.job_specs import in_passes
 from tula_hpc.records import Candidate, Configuration, Measurement, Plan, RunDirectory, append_record
 from tula_hpc.stages.train import next_candidate
 
-# of a script whose largest pass that fits has 64 samples
+# a limit under which a script's passes fit up to 64 samples
 LIMIT = cluster(memory_gb=(FIXED_BYTES + 100 * BYTES_PER_SAMPLE) / GIB, memory_margin=0.0)
 
 

@@ -201,7 +201,7 @@ def test_memory_that_the_allocator_reserves_is_distinguished(ratio: float, slack
     model = MemoryModel().fit(BATCHES, reserved, allocated_bytes=allocated)
     np.testing.assert_allclose(model.predict(BATCHES), reserved, rtol=0.01)
     assert np.all(model.predict([5, 77, 300]) % SEGMENT_BYTES == 0)
-    # of tensors alone, without what the allocator keeps
+    # the bytes are those of tensors, without what the allocator keeps
     assert model.parameters_["bytes_per_sample"] == pytest.approx(7 * MIB, rel=1e-3)
     assert model.max_batch(float(model.predict(77))) >= 77
 
