@@ -7,7 +7,6 @@ import random
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,7 +97,7 @@ def test_a_bare_all_reduce_takes_as_many_bytes_as_the_gradient_has(
 ) -> None:
     reduced: list[int] = []
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda bucket, **_: reduced.append(bucket.nbytes))
-    bare_all_reduce(SimpleNamespace(parameters=parameters, device=torch.device("cpu")))()
+    bare_all_reduce(parameters)()
     assert reduced == buckets
 
 

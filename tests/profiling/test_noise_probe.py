@@ -156,7 +156,8 @@ def test_an_all_reduce_for_which_memory_does_not_suffice_is_unknown(monkeypatch:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(measured_rounds, "bare_all_reduce", fails)
-    worker: Any = SimpleNamespace(env=ALONE._replace(world_size=2), agree=lambda *values: list(values))
+    env = ALONE._replace(world_size=2)
+    worker: Any = SimpleNamespace(env=env, parameters=[], agree=lambda *values: list(values))
     course = Course(worker, StoppingRule(5, 5, 1.0, 0.02), LoaderWaits(torch.device("cpu")), {})
     course.samples["step"] = [1.0]
     course.time_all_reduce()

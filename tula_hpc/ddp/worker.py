@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from tula_hpc.batches import Batch, map_tensors, samples_in, take
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.data.images import ImageDataset, prepared
 from tula_hpc.data.loader import StreamCopies, make_train_loader, one_ahead
-from tula_hpc.ddp.agreement import Agreeing
 from tula_hpc.ddp.methods import ReferenceBatch, build_stepper, reference_share
 from tula_hpc.ddp.norms_per_step import small_norms
 from tula_hpc.ddp.process_group import check_kernels, check_precision, choose_kernels, pick_device
@@ -374,25 +373,18 @@ class Worker:
 BUCKET_BYTES = 25 * 1024**2
 
 
-class Trained(Agreeing, Protocol):
-    """Interface of a worker for an all-reduce of the gradient's size."""
-
-    @property
-    def parameters(self) -> Sequence[Tensor]:
-        """Return the parameters with a gradient."""
-
-
-def bare_all_reduce(worker: Trained) -> Callable[[], None]:
-    """Return a function that all-reduces as many bytes as the gradient has, in DDP's buckets.
+def bare_all_reduce(parameters: Sequence[Tensor]) -> Callable[[], None]:
+    """Return a function that all-reduces as many bytes as their gradients have, in DDP's buckets.
 
     The loader is idle meanwhile. In training, an all-reduce takes longer if the loader's processes
     and the collective's threads share cores; the times of whole steps include that.
     """
     counts: Counter[torch.dtype] = Counter()
-    for parameter in worker.parameters:
+    for parameter in parameters:
         counts[parameter.dtype] += parameter.numel()
     flats = [
-        torch.ones(count, dtype=dtype, device=worker.device) for dtype, count in counts.items()
+        torch.ones(count, dtype=dtype, device=parameters[0].device)
+        for dtype, count in counts.items()
     ]
     # as in DDP, no bucket holds two types
     buckets = [

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-from tula_hpc.ddp.agreement import if_memory_suffices
-from tula_hpc.ddp.worker import Trained, bare_all_reduce
+from tula_hpc.ddp.agreement import Agreeing, if_memory_suffices
+from tula_hpc.ddp.worker import bare_all_reduce
 from tula_hpc.env import unix_time
 from tula_hpc.profiling.meters import (
     MemoryMeter,
@@ -46,8 +47,12 @@ MOST_ATTEMPTS = 3
 SETTLING_S = 1.0
 
 
-class Profiled(Metered, Trained, Protocol):
+class Profiled(Metered, Agreeing, Protocol):
     """A worker whose steps are timed."""
+
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """Return the parameters with a gradient."""
 
 
 class Course:
@@ -177,7 +182,7 @@ class Course:
         world = self.worker.env.world_size
         if world == 1 or world in self.allreduce_s:
             return
-        step = if_memory_suffices(self.worker, lambda: bare_all_reduce(self.worker))
+        step = if_memory_suffices(self.worker, lambda: bare_all_reduce(self.worker.parameters))
         if step is not None:
             self.time_apart("allreduce", step, briefly=True)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from tula_hpc.analysis.drift import (
 from tula_hpc.batches import Batch, split
 from tula_hpc.ddp.agreement import CHECK_EVERY_S, Agreeing, if_memory_suffices
 from tula_hpc.ddp.process_group import pick_device
-from tula_hpc.ddp.worker import Trained, Worker, bare_all_reduce
+from tula_hpc.ddp.worker import Worker, bare_all_reduce
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import RunDirectoryError
 from tula_hpc.launch.job_specs import TrainJob
@@ -169,7 +169,7 @@ def probe_parts(worker: Worker, inputs: Batch, targets: Batch) -> Probe:
             # Slurm may deal out task numbers round the nodes
             nodes = _by_rank(worker, worker.env.node_rank)
             slowest = int(nodes[by_rank.index(compute_s)])
-    reduced_s = all_reduce_s(worker, worker.env.world_size)
+    reduced_s = all_reduce_s(worker, worker.parameters, worker.env.world_size)
     parts = StepParts(compute_time_s=compute_s, allreduce_time_s=reduced_s)
     return Probe(parts, slowest)
 
@@ -190,14 +190,14 @@ def _compute_s(worker: Worker, inputs: Batch, targets: Batch) -> float:
     return _pass_s(worker, compute) if if_memory_suffices(worker, compute) else -1.0
 
 
-def all_reduce_s(worker: Trained, workers: int) -> float | None:
+def all_reduce_s(worker: Agreeing, parameters: Sequence[Tensor], workers: int) -> float | None:
     """Return the slowest worker's seconds of a bare all-reduce; None if any is out of memory.
 
     Collective.
     """
     if workers == 1:
         return 0.0
-    step = if_memory_suffices(worker, lambda: bare_all_reduce(worker))
+    step = if_memory_suffices(worker, lambda: bare_all_reduce(parameters))
     if step is None:
         return None
     step()

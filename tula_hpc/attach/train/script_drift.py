@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from tula_hpc.analysis.drift import (
@@ -89,23 +87,6 @@ def _in_other_parts(plan: Plan, job: TrainJob) -> bool:
     return work.accumulates and work.accumulation not in planned
 
 
-class _Probed(NamedTuple):
-    """A script's peers and parameters, as a bare all-reduce needs them."""
-
-    peers: ScriptPeers
-    parameters: Sequence[Tensor]
-
-    @property
-    def device(self) -> torch.device:
-        return self.parameters[0].device
-
-    def agree(self, *values: float) -> list[float]:
-        return self.peers.agree(*values)
-
-    def synchronize_device(self) -> None:
-        self.peers.synchronize_device()
-
-
 class ScriptDrift:
     """One worker's part of the watch; all workers reach the same verdict at the same step."""
 
@@ -150,7 +131,7 @@ class ScriptDrift:
             return False
         reduced_s = None
         if parameters:
-            reduced_s = all_reduce_s(_Probed(peers, parameters), peers.count)
+            reduced_s = all_reduce_s(peers, parameters, peers.count)
         if peers.rank == 0:
             put_on_record(self.run, self.label, self.job_id, verdict, self._drift(reduced_s))
         return True
