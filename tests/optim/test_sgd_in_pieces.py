@@ -97,10 +97,8 @@ def alike(base: Callable[[list[nn.Parameter]], SGD], form: dict[str, Any], dtype
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_setting_of_sgd_steps_as_it_does_by_itself(setting: str) -> None:
-    assert alike(lambda params: SGD(params, **{"lr": 0.1, **SETTINGS[setting]}), FORMS["tensor"]) >= 5 * (
-        STEPS - 1
-        # two tensors in two pieces
-    )
+    # two tensors in two pieces
+    assert alike(lambda params: SGD(params, **{"lr": 0.1, **SETTINGS[setting]}), FORMS["tensor"]) >= 5 * (STEPS - 1)
 
 
 @pytest.mark.parametrize("form", FORMS)

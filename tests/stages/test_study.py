@@ -190,11 +190,9 @@ def test_rates_are_tried_once_for_each_family_on_held_out_samples_of_one_seed() 
     columns = {"adam": {"workload.optimizer": "adamw"}, "fast": {"workload.lr": 0.9, "training.method": "lamb"}}
     spec = sweep(methods=("lbt", "lrs", "ags", "lars"), variants=columns, base_lrs=(0.1, 0.2), seeds=(5, 6))
     trials = trial_specs(spec)
+    # not lamb: its only column has a rate of its own
     assert {(family(t), t.workload.lr) for t in trials.values()} == {
-        (name, rate)
-        for name in ("sgd", "adamw", "lars")
-        for rate in (0.1, 0.2)
-        # not lamb: its only column has a rate of its own
+        (name, rate) for name in ("sgd", "adamw", "lars") for rate in (0.1, 0.2)
     }
     assert all(t.workload.seed == 5 and t.workload.holdout == 0.1 for t in trials.values())
     assert {t.training.method for t in trials.values()} == {"lbt", "lars"}
@@ -313,10 +311,8 @@ def test_diverged_runs_are_counted_not_averaged_and_never_the_best() -> None:
     assert found.best(512) == found.entries["lbt", 512]
     assert found.entries["ags", 512].mark == "worst"
     assert found.number_of("diverged") == 1
-    assert (
-        table({("lrs", 512): [0.7, None], ("lbt", 512): [0.5, 0.5]}).entries["lrs", 512].mark == "worst"
-        # counts as 0.35
-    )
+    # for the marks a diverged run counts as 0, which gives 0.35
+    assert table({("lrs", 512): [0.7, None], ("lbt", 512): [0.5, 0.5]}).entries["lrs", 512].mark == "worst"
 
 
 def test_a_method_that_always_diverged_has_no_accuracy() -> None:

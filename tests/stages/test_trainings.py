@@ -207,11 +207,8 @@ def test_another_process_of_the_same_command_does_not_try_again_what_failed_for_
     again.launcher = scheduler  # type: ignore[assignment] # a stand-in
     assert list(run_all(again)) == ["a"]
     assert scheduler.jobs == submitted
-    later = Trainings(
-        made.sweep._replace(started_at=time.time()),
-        list(made.jobs.values()),
-        # what failed may have been corrected
-    )
+    # what failed may have been corrected
+    later = Trainings(made.sweep._replace(started_at=time.time()), list(made.jobs.values()))
     later.launcher = scheduler  # type: ignore[assignment] # a stand-in
     scheduler.end_of_job = always_finish
     assert run_all(later) == {}
