@@ -106,7 +106,7 @@ def test_a_status_sends_nothing_to_the_terminal(
     shown = check_shown(capsys)
     assert "[red]" in shown
     if options:
-        assert json.dumps(HOSTILE) in json.dumps(json.loads(shown)), "JSON tells what was said"
+        assert json.dumps(HOSTILE) in json.dumps(json.loads(shown)), "JSON has the original text"
 
 
 @pytest.mark.parametrize("colours", ["", "1"])

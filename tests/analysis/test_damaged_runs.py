@@ -146,7 +146,7 @@ def run_command(command: Command, at: Path, capsys: pytest.CaptureFixture[str]) 
     assert "Traceback" not in errors
     assert not CONTROL.search(printed + errors)
     assert len(errors) < 20_000
-    assert not code or errors.strip() or printed.strip(), "it ended without a word"
+    assert not code or errors.strip() or printed.strip(), "the command ended without a message"
 
 
 @commands

@@ -304,4 +304,4 @@ def test_progress_shows_an_open_episode_and_no_other() -> None:
     assert "1.90" in describe_drift([drifted, event("checkpoint")])
     assert "network" in describe_drift([drifted])
     assert describe_drift([drifted, recovered]) == ""
-    assert describe_drift([drifted, event("resumed")]) == "", "of the job before"
+    assert describe_drift([drifted, event("resumed")]) == "", "the drift was in the job before"

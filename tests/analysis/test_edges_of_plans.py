@@ -337,7 +337,7 @@ def test_a_script_that_cannot_go_on_has_no_plan_for_jobs_shorter_than_its_traini
     with pytest.raises(InfeasibleError, match=message) as raised:
         make_plan(spec, short, CORNERS)
     adaptive = sweep("knee", script, mode="adaptive")
-    assert propose(adaptive, short, CORNERS) == [], "more profiles help nothing"
+    assert propose(adaptive, short, CORNERS) == [], "more profiles would not help"
     enough = int(re.findall(r"from \d+ to (\d+)", str(raised.value))[0])
     plan = make_plan(spec, cluster(train_minutes=enough), CORNERS)
     assert plan.chosen.configuration == fastest

@@ -42,7 +42,7 @@ def test_the_page_answers_each_question_once(plan: Plan, tmp_path: Path) -> None
     assert [text for text in messages if not re.match(r"[A-Z\d].*[.!?]$", text, re.DOTALL)] == []
     why = page.sections[headings.index("Why this one")].sentences
     if len(why) > 1:
-        assert "would be" in why[1], "what is faster and cheaper stands beside the reason"
+        assert "would be" in why[1], "the faster and cheaper candidate is named with the reason"
 
 
 def test_the_page_says_what_would_change_the_choice_or_that_nothing_would(plan: Plan, tmp_path: Path) -> None:
@@ -55,7 +55,9 @@ def test_the_page_says_what_would_change_the_choice_or_that_nothing_would(plan: 
 
     next_best, fastest, cheapest = would(other_nodes=[])
     assert next_best == "The next best is N=1 b=256 (B=256): 20 % slower and 40 % cheaper."
-    assert fastest.endswith(", compared above; tula plan RUN --objective time --write chooses it."), "beside the reason"
+    assert fastest.endswith(", compared above; tula plan RUN --objective time --write chooses it."), (
+        "the command is named with the reason"
+    )
     assert cheapest.endswith(" cheaper; tula plan RUN --objective cost --write chooses it.")
     worse = {"local_batch": 8, "wall_time_s": 2 * plan.chosen.wall_time_s, "cost": 2 * plan.chosen.cost}
     other = plan.chosen.model_copy(update=worse)

@@ -265,7 +265,7 @@ def test_missing_measurements_become_warnings() -> None:
     rows = [*CORNERS[:3], failed(4, 256), failed(4, 256)]
     found = warnings_of(rows)
     assert "N=4 b=256 (B=1024) was not measured: bug: ValueError: no" in found
-    assert warnings_of([*rows, failed(4, 512)]) == found, "it is beyond search.max_batch, which was larger perhaps"
+    assert warnings_of([*rows, failed(4, 512)]) == found, "it is beyond search.max_batch, which may have been larger"
     assert "not yet profiled: N=4 b=256" in warnings_of(CORNERS[:3])
     assert "not yet profiled" not in warnings_of([*CORNERS[:3], failed(4, 256)])
     assert "2 damaged lines" in "\n".join(make_plan(sweep(), cluster(), CORNERS, skipped_lines=2).warnings)

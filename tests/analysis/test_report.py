@@ -601,7 +601,7 @@ def test_damaged_accounting_leaves_the_rest_of_the_report(tmp_path: Path) -> Non
     run = with_bill(tmp_path / "run", 9_000.0)
     run.accounting_file.write_text("{")
     text = opening_text(read_run(run))
-    assert text.startswith("Trained on 4 nodes"), "results of old tell no starts"
+    assert text.startswith("Trained on 4 nodes"), "old results do not have starts"
     assert "The training's steps (ags) took" in text
 
 
@@ -773,9 +773,9 @@ def test_profiling_costs_what_accounting_says_where_it_has_every_job(tmp_path: P
     assert "accounting" not in own
     accounted(run, ("7", "a", True, 4, 720.0))
     run.log_event("submitted", "profile", job_id="8", data={"partition": "b"})
-    assert dict(how_measured(read_run(run)))["cost of profiling"] == own, "it has not every job"
+    assert dict(how_measured(read_run(run)))["cost of profiling"] == own, "accounting lacks a job"
     accounted(run, ("8", "b", False, 1, 600.0))
-    assert dict(how_measured(read_run(run)))["cost of profiling"] == own, "one has not ended"
+    assert dict(how_measured(read_run(run)))["cost of profiling"] == own, "one job has not ended"
     accounted(run, ("8", "b", True, 1, 120.0))
     text = dict(how_measured(read_run(run)))["cost of profiling"]
     expected = "3,600 node-seconds (1 node-hours) by Slurm's accounting (by the run's own records 2,880), 2.80 USD"

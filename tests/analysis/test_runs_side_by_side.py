@@ -66,9 +66,9 @@ def test_the_table_has_a_column_for_each_run_and_no_empty_row(runs: list[RunDire
     assert [row[0] for row in table.rows][:2] == ["chosen", "objective"]
     assert all(set(row[1:]) != {"–"} for row in table.rows)
     whole = next(row for row in table.rows if row[0] == "whole training, predicted (90 %)")
-    assert [cell == "–" for cell in whole[1:]] == [False, False, True], "the third has no plan"
+    assert [cell == "–" for cell in whole[1:]] == [False, False, True], "the third run has no plan"
     predicted = next(row for row in table.rows if row[0].startswith("epoch, predicted"))
-    assert predicted[1].startswith("17.2 s"), "with the digits by which runs are compared"
+    assert predicted[1].startswith("17.2 s"), "times have the digits by which runs are compared"
     knee = next(row for row in table.rows if row[0] == "knee (90 %)")
     assert knee[1] == "B = 420\n360 – 500"
     score = next(row for row in table.rows if row[0] == "score")

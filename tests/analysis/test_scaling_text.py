@@ -125,7 +125,7 @@ def test_sections_name_what_each_row_rests_on(scaling: NodeScaling) -> None:
     strong, weak = scaling_sections(scaling)
     assert (strong.heading, weak.heading) == ("Strong scaling", "Weak scaling")
     assert "Node-hours are those expected of the whole training" in strong.text
-    assert "Node-hours" not in weak.text, "it was said above"
+    assert "Node-hours" not in weak.text, "node-hours are in the table above"
     assert [row[0] for row in weak.table.rows] == [
         "1\nmeasured",
         "2\nmeasured",

@@ -456,7 +456,9 @@ def test_more_methods_than_colours_and_long_names_can_be_told_apart() -> None:
 def test_the_scale_used_is_1_where_the_gate_left_the_gradient_alone() -> None:
     row = StepMetrics(step=1, samples_seen=1, epoch=1, loss=1, lr=1, step_time_s=1, scale_mean=3.0, scale_share=0.5)
     assert row.applied_scale == pytest.approx(2.0)
-    assert row.model_copy(update={"scale_share": 0.25}).applied_scale == pytest.approx(1.5), "a part of it was used"
+    assert row.model_copy(update={"scale_share": 0.25}).applied_scale == pytest.approx(1.5), (
+        "only a part of the scale was used"
+    )
     assert row.model_copy(update={"scale_share": 0.0}).applied_scale == 1.0
     assert row.model_copy(update={"scale_mean": None}).applied_scale is None
     run = Metrics([row.model_copy(update={"scale_share": 0.0}), row], [], 0)

@@ -79,7 +79,7 @@ def test_a_deadline_is_kept_or_said_to_be_impossible(found: dict[str, WhatIf]) -
     deadlines = [row for change, row in found.items() if change.startswith("a deadline of ")]
     assert deadlines
     for share, row in zip((0.75, 0.5), deadlines, strict=False):
-        assert row.chosen is not None or row is deadlines[-1], "a shorter one is not kept, either"
+        assert row.chosen is not None or row is deadlines[-1], "a shorter deadline is not kept, either"
         if row.chosen is not None:
             assert row.chosen.wall_time_s <= share * planned.wall_time_s
         else:

@@ -165,7 +165,7 @@ def test_overwritten_files_stay_in_the_scripts_folder(home: Path, tmp_path: Path
     assert sqlite3.connect(own / "x.db").execute("select count(*) from runs").fetchone() == (0,)
     assert not (own / "out" / "old.pt").exists()
     assert not (own / "cache").exists()
-    assert (own / "latest").is_symlink(), "a link of the script's own stays one"
+    assert (own / "latest").is_symlink(), "a link that the script made stays a link"
     assert (own / "out" / "new").read_text() == "made by the script, twice"
     assert not list(own.rglob("*.[0-9]*"))
 

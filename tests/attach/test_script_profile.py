@@ -144,7 +144,9 @@ class Halves(nn.Module):
     def forward(self, inputs: Tensor, part: int) -> Tensor:
         if self.steps_within is not None:
             _synchronize_again(self.steps_within)
-            assert not self.steps_within.require_backward_grad_sync, "the pass ends as it began"
+            assert not self.steps_within.require_backward_grad_sync, (
+                "the pass ends without synchronization, as it began"
+            )
         output: Tensor = self.parts[part](inputs)
         return output
 

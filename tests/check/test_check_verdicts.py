@@ -61,7 +61,7 @@ def judged(topic: Topic, reports: Sequence[RankReport], cluster: ClusterSpec = C
 
 def level(verdicts: Iterable[Verdict]) -> Level:
     (verdict,) = verdicts
-    assert (verdict.level is Level.OK) == (verdict.remedy == ""), "what is wrong says what to do, and nothing else"
+    assert (verdict.level is Level.OK) == (verdict.remedy == ""), "a verdict has a remedy exactly if something is wrong"
     return verdict.level
 
 

@@ -398,7 +398,7 @@ def test_damaged_files_do_not_push_out_good_ones(store: Store) -> None:
     damage_bit(bad)
     assert latest_samples(store) == 1
     newer = save(store, 5, restart=1)
-    assert good in store.paths(), "else one damaged file is all that stands behind the new one"
+    assert good in store.paths(), "otherwise the new file has only a damaged one as its predecessor"
     assert latest_samples(store) == 5
     newest = save(store, 6, restart=1)
     assert store.paths() == [newer, newest]
@@ -594,7 +594,7 @@ def test_killed_at_any_line_of_a_save_the_old_or_the_new_one_loads(store: Store,
         assert len(names) == 2, f"after {lines} lines: {names}"
         if not killed:
             break
-    assert outcomes == sorted(outcomes), "once the new one is there it stays"
+    assert outcomes == sorted(outcomes), "a new file that is there must stay"
     assert set(outcomes) == {2, 3}
     assert len(outcomes) > 15
 

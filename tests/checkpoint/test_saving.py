@@ -122,7 +122,7 @@ def test_one_that_must_be_now_waits_for_the_one_before_and_then_for_itself(
         return training.state()
 
     training.saving.save(state, samples_seen=2, restart_count=0, wait=True)
-    assert asked == [[checkpoint.file_name(0, 1)]], "the one before was on disk when the state was asked for"
+    assert asked == [[checkpoint.file_name(0, 1)]], "the checkpoint before was on disk when the state was requested"
     assert saved_step(training.store.folder) == 2
 
 
@@ -278,4 +278,4 @@ def test_killed_at_any_stage_the_newest_whole_one_loads(tmp_path: Path, stage: s
     restarted.train(7)
     restarted.save(wait=True)
     assert saved_step(folder) == 7
-    assert all(path.suffix == ".tula" for path in folder.iterdir()), "what the killed one left is gone"
+    assert all(path.suffix == ".tula" for path in folder.iterdir()), "the killed process's temporary files are gone"

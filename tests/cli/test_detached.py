@@ -312,7 +312,7 @@ def test_a_plain_command_on_a_detached_sweep_waits_and_leaves_it_alone(
     assert "controller job 3 is next" in output.err
     assert "is cancelled" not in output.out
     detached.look_on(sweep)
-    assert "detached" not in capsys.readouterr().out, "it is not any more: this command goes on"
+    assert "detached" not in capsys.readouterr().out, "the sweep is no longer detached, because this command carries on"
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_other_inputs_are_refused_with_the_difference(
     error = capsys.readouterr().err
     assert "objective.budget: not set before, 99.0 now" in error
     plan_again = command_line("plan", str(root), "--set", "KEY=VALUE")
-    assert f"To plan again over the same measurements: {plan_again}\n" in error, "what is trained has its plan"
+    assert f"To plan again over the same measurements: {plan_again}\n" in error, "the training has its own plan"
     assert "away: it holds" in error
     (run.train().root / "checkpoints").rmdir()
     run.train().root.rmdir()
@@ -210,7 +210,7 @@ def test_inputs_may_be_corrected_until_something_was_measured(
     assert {path.name for path in aside.iterdir()} == {"events.jsonl", "footprint.json", "profile"}
     run.log_event("failed", "profile", detail="refused before any job")
     open_run(*inputs(9), run.root)
-    assert not (run.root / "earlier-2").exists(), "nothing had come of them"
+    assert not (run.root / "earlier-2").exists(), "the earlier inputs have no measurements to put aside"
     assert run.events() == []
     measure(run)
     with pytest.raises(RunDirectoryError, match="made from other inputs"):
@@ -336,7 +336,7 @@ def test_data_may_move_at_any_time(sweep_file: Path) -> None:
     run.make_train().metrics_file.write_text("")
     open_run(*inputs("workload.data_dir=/tmp"), run.root)
     assert load_sweep(run.sweep_file).workload.data_dir == Path("/tmp")
-    assert run.plan_file.exists(), "it is still what is trained"
+    assert run.plan_file.exists(), "the plan is still that of the training"
     with pytest.raises(RunDirectoryError, match=r"workload\.augment: true before, false now"):
         open_run(*inputs("workload.data_dir=/", "workload.augment=false"), run.root)
 
@@ -376,7 +376,7 @@ def test_what_no_measurement_depends_on_may_change_until_something_was_trained(
     assert run.plan_file.exists()
     opened = open_run(*changed, run.root)
     assert load_sweep(run.sweep_file) == opened.spec == changed[0]
-    assert not run.plan_file.exists(), "it is made anew"
+    assert not run.plan_file.exists(), "the plan is made anew"
     assert "workload.lr: 0.05 before, 0.01 from now on" in capsys.readouterr().err
     with pytest.raises(RunDirectoryError, match=r"workload\.seed: 0 before, 1 now"):
         open_run(*inputs("workload.lr=0.01", "workload.seed=1"), run.root)
@@ -947,7 +947,7 @@ def test_a_dry_run_without_slurm_says_that_it_was_not_asked(
     monkeypatch.setenv("PATH", str(sweep_file.parent))
     assert "Slurm was not asked: sbatch is not on PATH" in dry_run(sweep_file, capsys)
     assert main([str(sweep_file), "--dry-run"]) == 0
-    assert "Slurm" not in capsys.readouterr().out, "local jobs are nothing to ask about"
+    assert "Slurm" not in capsys.readouterr().out, "for local jobs Slurm is not asked"
 
 
 def test_a_run_beside_the_sweep_file_is_named_where_another_folder_begins_a_new_one(

@@ -101,7 +101,7 @@ def test_steps_that_become_slower_are_soon_looked_at_each_second(
             agreement.decide()
     slow = [look for look in looks if look > 200.0 + pause_s]
     gaps = [later - earlier for earlier, later in pairwise(slow)]
-    assert gaps[0] <= 100 * 0.5, "as many steps as were made in a second before"
+    assert gaps[0] <= 100 * 0.5, "the interval is the number of steps of the last second"
     assert max(gaps[2:]) <= 1.0
 
 

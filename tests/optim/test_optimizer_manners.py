@@ -226,7 +226,7 @@ def test_added_groups_are_stepped_scaled_and_saved() -> None:
     mean_before = optimizer.statistics().scale_mean
     optimizer.add_param_group({"params": [extra], "lr": 1.0})
     assert [factor is None for factor in optimizer.gradscale] == [False] * 4 + [True]
-    assert optimizer.statistics().scale_mean != mean_before, "two elements of scale 1 have come in"
+    assert optimizer.statistics().scale_mean != mean_before, "the added group has two elements of scale 1"
     updated(optimizer)
     for _ in range(2):
         optimizer.zero_grad()

@@ -380,7 +380,7 @@ def test_statistics_tell_how_much_of_the_scale_was_applied(gate: str, norms: Seq
     assert 1 + found.share * (found.scale_mean - 1) == pytest.approx(statistics.fmean(applied), rel=1e-5)
     assert found.scaled_steps == sum(factor > 1 for factor in applied)
     assert found.scaled == pytest.approx((applied[-1] - 1) / 2, rel=1e-5)
-    assert optimizer.statistics().share == 0.0, "of no step"
+    assert optimizer.statistics().share == 0.0, "no steps since the last question"
 
 
 def test_a_finished_warm_up_leaves_no_trace() -> None:

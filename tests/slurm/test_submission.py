@@ -193,9 +193,11 @@ def test_a_submitter_that_is_killed_around_sbatch_leaves_nothing_twice_and_nothi
     assert len(found) == 3
     ids = [event.job_id for event in launcher.run.events()]
     assert ids == [*known, *(job.job_id for job in found)]
-    assert len({job_id.partition("_")[0] for job_id in ids}) == 2, "two arrays, of which one was half known"
+    assert len({job_id.partition("_")[0] for job_id in ids}) == 2, (
+        "there are two arrays, one of which was known in part"
+    )
     launcher.wait([submitted_job(launcher.run, job) for job in launcher.run.history().submissions()])
-    assert runs(notes) == dict.fromkeys(range(2), 2), "each array once"
+    assert runs(notes) == dict.fromkeys(range(2), 2), "each array must be submitted once"
     assert launcher.find_lost() == []
 
 

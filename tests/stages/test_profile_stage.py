@@ -220,7 +220,7 @@ def test_where_no_batch_fits_nothing_is_submitted_unless_the_estimate_is_not_wan
     assert "uses 1.0 GiB before any batch (1.0 GiB of it interpreter and libraries) and 3.0 GiB with" in message
     assert "lower search.min_batch" in message
     append_record(sweep.run.profile / "n1.jsonl", measurement(Configuration(1, 1, 32)))
-    assert none_fits(sweep, TOO_LARGE) == "", "it did fit"
+    assert none_fits(sweep, TOO_LARGE) == "", "a measured batch has fitted"
 
 
 def test_a_partition_where_no_batch_fits_is_left_out_and_the_others_are_profiled(
@@ -254,7 +254,9 @@ def test_where_every_configuration_ran_out_of_memory_one_sentence_says_so(tmp_pa
     assert out_of_memory(sweep.run) == ["N=1 b=32 (B=32)", "N=1 b=64 (B=64)"]
     append_record(sweep.run.profile / "n1.jsonl", measurement(Configuration(1, 1, 32)))
     append_record(sweep.run.profile / "n1.jsonl", oom(Configuration(2, 1, 64)).model_copy(update={"partition": "gpu"}))
-    assert out_of_memory(sweep.run) == ["N=1 b=64 (B=64)", "N=2 b=64 (B=128) on gpu"], "what fits a second time fits"
+    assert out_of_memory(sweep.run) == ["N=1 b=64 (B=64)", "N=2 b=64 (B=128) on gpu"], (
+        "a configuration that fits the second time counts as fitting"
+    )
 
 
 class Scheduler:
@@ -377,7 +379,7 @@ def test_a_time_limit_is_reported_at_once_with_its_key_and_ends_in_a_sentence(
         f"profiling: 0 of 2 done, 1 waiting; {limit}: requeued 1 of at most 3 times",
     )
     failure = sweep.run.history().stage_failure()
-    assert failure is not None, "for status"
+    assert failure is not None, "status needs the failure"
     assert failure.detail == str(caught.value)
     assert len(scheduler.wanted) == 1
     assert {row.detail for row in sweep.run.measurements().records} == {"reached its time limit too many times."}
@@ -407,7 +409,7 @@ def test_an_adaptive_search_says_how_many_more_there_may_be(
     with pytest.raises(KeyboardInterrupt):
         profile_stage(sweep)
     first, second, third = capsys.readouterr().err.splitlines()
-    assert first == "profiling: 1 done, at most 7 more, 1 running, up to about 4 min left", "of max_profiles = 8"
+    assert first == "profiling: 1 done, at most 7 more, 1 running, up to about 4 min left", "search.max_profiles is 8"
     assert second.startswith("profiling: 2 done, at most 6 more, 1 running, up to about ")
     assert third.startswith("profiling: 2 done, 1 failed, at most 5 more, 1 running, up to about ")
 

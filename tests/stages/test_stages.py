@@ -134,7 +134,7 @@ def test_a_lost_plan_of_a_training_is_made_again_which_status_and_the_command_sa
     run.log_event("submitted", "train", job_id="1", data=began.model_dump(mode="json", exclude_defaults=True))
     run.plan_file.unlink()
     made = plan_stage(Sweep(load_frozen_sweep(run.sweep_file), load_cluster(run.cluster_file), run))
-    assert (made.chosen, made.reason) == (other, AS_BEGUN), "what trains goes on"
+    assert (made.chosen, made.reason) == (other, AS_BEGUN), "the running training keeps its configuration"
 
 
 def test_a_training_that_went_on_is_reported_with_where_it_resumed(
@@ -197,14 +197,14 @@ def test_a_log_has_no_line_more_often_than_an_epoch_and_a_minute_and_keeps_the_l
         return capsys.readouterr().err.splitlines()
 
     assert len(log_lines(0.1, 1.0)) == 1
-    assert log_lines(0.5, 90.0) == [], "a minute within an epoch"
+    assert log_lines(0.5, 90.0) == [], "a minute without the end of an epoch is no line"
     assert len(log_lines(1, 90.0)) == 1
-    assert log_lines(2, 10.0) == [], "an epoch within a minute"
+    assert log_lines(2, 10.0) == [], "an epoch within a minute is no line"
     (line,) = log_lines(3, 60.0)
     assert "3 of 10 epochs done, 1 running, 64.5 % test accuracy" in line
     (line,) = log_lines(11.5, 60.0)
     assert "; the script goes on after workload.epochs epochs of workload.samples samples: one of the two" in line
-    assert len(log_lines(3.1, 1.0, running=0)) == 1, "a change of the jobs is told at once"
+    assert len(log_lines(3.1, 1.0, running=0)) == 1, "a change of the jobs is a line at once"
     (line,) = log_lines(4, 90.0, samples=128)
     assert line.endswith("now than in its profile: the plan is made for steps of 64 samples")
 

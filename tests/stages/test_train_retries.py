@@ -545,7 +545,7 @@ def test_what_accounting_knows_of_a_training_is_kept_once_all_its_jobs_are_over(
     found = accounted(run, [*FIRST, account("8", "RUNNING", 39.0, 2)], [*FIRST, ENDED])
     assert len(found) == 3
     assert sum(account.node_seconds for account in found) == 4 * 160.0 + 2 * 40.0
-    assert accounted(run) == found, "it is not asked again"
+    assert accounted(run) == found, "accounting is not asked again"
 
 
 def test_without_accounting_or_with_a_part_of_it_nothing_is_kept(tmp_path: Path) -> None:

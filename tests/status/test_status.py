@@ -79,7 +79,7 @@ class FakeSlurm:
             columns = arguments[arguments.index("-o") + 1].count("|") + 1
             return "".join(["|".join(["JOBID", "STATE", "REASON", "NAME_COMMAND"][:columns]) + "\n", *rows])
         assert arguments[0] == "sacct"
-        assert "-D" in arguments, "without it requeued runs are left out"
+        assert "-D" in arguments, "without this option requeued runs are left out"
         if self.accounted is None:
             raise LaunchError("sacct failed: Slurm accounting storage is disabled")
         return "\n".join(self.accounted)
@@ -206,7 +206,7 @@ def test_damaged_files_are_reported_alike_by_status_and_plan_with_what_to_do(
     assert f"warning: {doubt}\n" in capsys.readouterr().err
     assert run.damage() == ([doubt] if name == "footprint.json" else [])
     if name == "plan.json":
-        assert obstacle(run, run.measurements().records) == doubt, "the sweep ends with it"
+        assert obstacle(run, run.measurements().records) == doubt, "the sweep ends with the same message"
 
 
 def test_a_plan_that_was_edited_is_refused_alike_by_status_plan_and_sweep_until_it_is_made_again(
@@ -221,7 +221,7 @@ def test_a_plan_that_was_edited_is_refused_alike_by_status_plan_and_sweep_until_
     run.plan_file.write_text(text.replace(f'"epochs": {epochs}', f'"epochs": {epochs + 1}'))
     (doubt,) = status.status_of(run.root).doubts
     assert doubt.startswith(f"{run.plan_file}: was changed since it was written, perhaps by hand; delete it, and the")
-    assert obstacle(run, run.measurements().records) == doubt, "the sweep ends with it"
+    assert obstacle(run, run.measurements().records) == doubt, "the sweep ends with the same message"
     capsys.readouterr()
     assert plan_command([str(run.root)]) == 0
     assert f"warning: {doubt}\n" in capsys.readouterr().err
@@ -1260,7 +1260,7 @@ def test_profiling_is_paid_until_now_while_it_runs(tmp_path: Path, cluster: Fake
     cluster.jobs, cluster.accounted = {}, None
     over = status.status_of(run.root).cost.profile
     assert over is not None
-    assert over.node_hours == pytest.approx(4 * 150 / 3600, rel=0.02), "until its last word"
+    assert over.node_hours == pytest.approx(4 * 150 / 3600, rel=0.02), "the job counts until its last note"
 
 
 def test_profiling_costs_what_accounting_says_where_it_has_every_job(tmp_path: Path, cluster: FakeSlurm) -> None:
@@ -1346,7 +1346,7 @@ def test_the_age_of_a_copy_costs_nothing(tmp_path: Path) -> None:
     write_events(run, events)
     result = read_facts(run).trainings["main"].result
     assert result is not None
-    assert train_hours(run) == pytest.approx(2 * result.wall_time_s / 3600), "nothing but the result tells"
+    assert train_hours(run) == pytest.approx(2 * result.wall_time_s / 3600), "only the result shows it"
     events += [Event(time=begun + 1800, event="finished", **common), Event(time=begun + 1810, event="ended", **common)]
     write_events(run, events)
     assert train_hours(run) == pytest.approx(2 * 1810 / 3600)

@@ -53,7 +53,7 @@ def test_a_log_has_a_line_for_each_change_and_says_what_is_waited_for(
     assert (waits.state, gone.state) == ("waiting", "over")
     paused: list[float] = []
     assert watch(looks(waits, waits, held, gone, waits, gone, gone), paused.append) == gone.exit_code == 3
-    assert len(paused) == 6, "one look without work may fall between two jobs"
+    assert len(paused) == 6, "one status without work may fall between two jobs"
     first, second, third, *_ = (line[9:] for line in capsys.readouterr().out.splitlines())
     assert first == f"waiting: {waits.words}, 0 configurations measured, 2 jobs waiting (other jobs go first)"
     assert second.endswith("1 job waiting (held; `scontrol release 7` lets it go; this does not go away by itself)")
@@ -94,7 +94,7 @@ def test_a_screen_is_drawn_in_place_and_its_last_state_stays(
         for reason in ("Priority", "Resources"):
             display.show(status_with(run, j7=("PENDING", reason)))
     drawn = capsys.readouterr().out
-    assert "\x1b[1A\x1b[2K" in drawn, "the first picture is wiped out"
+    assert "\x1b[1A\x1b[2K" in drawn, "the first screen is erased"
     last = drawn.rpartition("\x1b[2K")[2]
     assert "waiting for Resources: enough nodes have to become free" in last
     assert "Priority" not in last

@@ -190,14 +190,14 @@ def test_wandb_writes_offline_runs_of_one_id(run: RunDirectory) -> None:
         follower = Follower(files, {"wandb": WeightsAndBiases(run.root, "main", files)})
         follower.pass_on()
         follower.close()
-        assert follower.trackers, "it did not fail"
+        assert follower.trackers, "the tracker has failed"
     written = sorted((files.root / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len({path.name for path in written}) == 1
     rows = [row for path in written for row in history(path)]
     assert [int(row["step"]) for row in rows if "train/loss" in row] == [*range(1, 13)]
     assert [row["epoch/epoch"] for row in rows if "epoch/epoch" in row] == [1, 2, 3]
     numbers = [int(row["_step"]) for row in rows]
-    assert numbers == [*range(15)], "wandb drops what does not grow"
+    assert numbers == [*range(15)], "wandb drops steps that do not grow"
 
 
 def history(path: Path) -> list[dict[str, float]]:
@@ -241,7 +241,7 @@ def test_mlflow_has_one_run_that_stores_how_far_it_came(run: RunDirectory, monke
         follower = Follower(files, {"mlflow": MLflow(run.root, "main", files)})
         follower.pass_on()
         follower.close()
-        assert follower.trackers, "it did not fail"
+        assert follower.trackers, "the tracker has failed"
         # killed before it could record the last lines
         noted = follower.positions["mlflow"]
         (files.root / "trackers.json").write_text(

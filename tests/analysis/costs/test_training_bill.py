@@ -81,7 +81,7 @@ def test_the_parts_add_up_to_the_whole() -> None:
     bill = billed(140.0)
     assert sum(row.actual or 0.0 for row in bill.parts.values()) == pytest.approx(140.0)
     assert bill.parts[TimePart.ENDS].actual == pytest.approx(140.0 - 136.0)
-    assert TimePart.REPEATED not in bill.parts, "neither expected nor seen"
+    assert TimePart.REPEATED not in bill.parts, "repeated work was neither expected nor seen"
 
 
 def test_after_interruptions_what_nobody_timed_was_repeated() -> None:
@@ -152,7 +152,7 @@ def test_a_run_that_left_no_event_makes_none_of_the_others_a_failed_one() -> Non
     events = [each.model_copy(update={"job_id": "7"}) for each in without_job]
     bill = training_bill(promised(), result(restarts=1), events, accounted(100.0, 8.0, 60.0))
     assert bill is not None
-    assert TimePart.FAILED not in bill.parts, "the first run is that which saved, or the second"
+    assert TimePart.FAILED not in bill.parts, "the run that saved may be the first or the second"
     assert bill.parts[TimePart.REPEATED].actual == pytest.approx(168.0 - 136.0 - 9.0 * END_SHARE)
 
 
@@ -188,7 +188,9 @@ def test_parts_that_were_off_are_named_once_they_matter() -> None:
     assert "longer than the 90 % interval of the predicted 2 min 10 s (" in message
     assert "by Slurm's accounting" in message
     assert "2.0 USD was predicted (1.8 USD to 2.2 USD)." in message
-    assert "Outside their intervals: end of the job 14.0 s (predicted 1.50 s)." in message, "a second moves nobody"
+    assert "Outside their intervals: end of the job 14.0 s (predicted 1.50 s)." in message, (
+        "a difference of a second is not worth a line"
+    )
     assert billed(150.0).parts_off() == [TimePart.ENDS]
     assert billed(150.0).parts[TimePart.STARTS].verdict is PromiseVerdict.MORE
 

@@ -125,7 +125,7 @@ def test_a_measurement_in_other_parts_is_none_of_the_candidate() -> None:
     table = candidate_table(plan, rows)
     cells = {(row[0], row[1].split()[0]): row[table.columns.index("measured")] for row in table.rows}
     assert cells["1", "256"] != UNKNOWN
-    assert cells["1", "512"] == UNKNOWN, "its epoch would be compared with one of other passes"
+    assert cells["1", "512"] == UNKNOWN, "it would be compared with an epoch of other passes"
     assert as_planned(rows, None) == rows
 
 

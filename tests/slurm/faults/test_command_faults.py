@@ -187,7 +187,7 @@ def test_a_detached_sweep_comes_to_its_end_with_nothing_alive_on_the_login_node(
     submitted = detached.submissions()
     assert (submitted["profile"], submitted["train"]) == (2, 1)
     assert len(detached.control()) >= 2
-    assert len(detached.control("guard")) >= 2, "the first one acted, and left another"
+    assert len(detached.control("guard")) >= 2, "the first guard acted, and left another one"
     assert slurm_cluster.job_state(detached.control()[1]) == "FAILED"
     assert slurm_cluster.job_state(detached.control("guard")[0]) == "COMPLETED"
     assert set(Counter(m.configuration for m in detached.run.measurements().records).values()) == {1}
