@@ -119,6 +119,6 @@ def test_a_comparison_has_no_more_digits_than_anybody_needs(ratio: float, words:
 @pytest.mark.parametrize(
     ("ratio", "words"), [(2.1, "2.1 times as expensive as before"), (1.5, "50 % dearer than before")]
 )
-def test_a_multiple_is_said_to_be_as_much_as_the_other(ratio: float, words: str) -> None:
+def test_a_multiple_compares_with_the_other_value_as_a_whole(ratio: float, words: str) -> None:
     """The words "2.1 times dearer" could also mean 3.1 times as much."""
     assert in_comparison(ratio, "dearer", "cheaper", "as expensive", "before") == words

@@ -98,7 +98,7 @@ def test_a_preempted_job_uses_up_no_attempt_of_another_failure() -> None:
     assert jobs_until_given_up(STUDY_TABLE, Failure.TIMED_OUT, interrupted=2) == 7
 
 
-def test_a_preempted_job_of_an_earlier_command_is_none_of_this_ones() -> None:
+def test_a_preempted_job_of_an_earlier_command_does_not_count_for_this_one() -> None:
     events = [
         Event(time=time, event=name, stage="train", job_id=job, failure=failure, data={"label": "a"})
         for time, name, job, failure in (

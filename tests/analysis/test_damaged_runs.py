@@ -216,7 +216,7 @@ def test_a_file_that_may_not_be_read_is_named(
             assert "Permission denied" in output.err + output.out, name
 
 
-def test_a_run_directory_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_that_is_no_run_directory_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in (plan.main, report.main, status.main):
         for path in (tmp_path / "gone", Path("/dev/null"), tmp_path):
             assert command([str(path)]) == 2

@@ -255,7 +255,7 @@ def test_computation_in_parts_says_of_several_workers_what_a_part_takes() -> Non
 
 
 @pytest.mark.parametrize("nodes", [1, 4])
-def test_a_smaller_batch_that_was_timed_beside_another_is_known(nodes: int) -> None:
+def test_a_smaller_batch_that_was_timed_with_another_is_known(nodes: int) -> None:
     rows = [measurement(Configuration(1, 1, 32)), measurement(Configuration(1, 1, 1024), smaller_computes=((64, 0.5),))]
     assert expected_parts(rows, Configuration(nodes, 1, 64)).compute_time_s == 0.5
 

@@ -528,7 +528,7 @@ def test_steps_outside_of_their_interval_come_first_under_how_sure(finished: Wri
         assert ("its median epoch was" in " ".join(sections["What it took"])) == (not way)
 
 
-def test_the_answer_says_that_the_prediction_is_held_against_the_median_epoch(finished: Written) -> None:
+def test_the_answer_says_that_the_prediction_is_compared_with_the_median_epoch(finished: Written) -> None:
     contents = read_run(finished.run)
     (training,) = contents.trainings
     assert training.result is not None

@@ -136,7 +136,7 @@ def test_a_failed_training_is_shown_with_its_reason_until_it_is_submitted_again(
     assert next(o for o in read_study(run).outcomes if o.cell.label == label).status == "missing"
 
 
-def test_a_training_that_diverged_at_its_first_step_is_told_in_the_singular(tmp_path: Path) -> None:
+def test_a_training_that_diverged_at_its_first_step_is_in_the_singular(tmp_path: Path) -> None:
     run = make_study(tmp_path / "run", outcome=lambda cell: None)
     file = run.train("study/lbt-b256-s0").result_file
     file.write_text(file.read_text().replace('"steps":100', '"steps":1'))
@@ -153,7 +153,7 @@ def test_the_command_for_runs_makes_a_studys_own_report(tmp_path: Path, capsys: 
     assert {path.name for path in run.report.iterdir()} == {"study.html", "study_table.tex", "study_runs.csv"}
 
 
-def test_a_study_without_its_sweep_file_is_told_to_put_it_back(
+def test_a_study_without_its_sweep_file_is_refused_with_the_advice_to_put_it_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_study(tmp_path / "run")
@@ -408,7 +408,7 @@ def test_methods_are_named_in_a_legend_where_line_ends_have_no_room(
 
 
 @pytest.mark.parametrize("count", [3, 9])
-def test_many_batches_are_named_in_a_legend_beside_the_thresholds(tmp_path: Path, count: int) -> None:
+def test_many_batches_are_named_in_a_legend_with_the_thresholds(tmp_path: Path, count: int) -> None:
     batches = [256 * 2**place for place in range(count)]
     variants = {f"d{delta}": {"training": {"method": "ags", "delta": delta}} for delta in (0.1, 0.4, 2.0)}
     tables = {**SWEEP, "study": {"methods": ["lbt"], "batches": batches, "variants": variants}}
@@ -447,7 +447,7 @@ def test_batches_are_in_order_whatever_the_files_order(tmp_path: Path) -> None:
     assert drawn.title.startswith("At B = 1,024 ags reaches")
 
 
-def test_more_methods_than_colours_and_long_names_can_be_told_apart() -> None:
+def test_more_methods_than_colours_and_long_names_can_be_distinguished() -> None:
     names = ["lbt", *(f"m{i}" for i in range(len(SIZES) + 1))]
     looks = {(column_style(names, name).colour, line_style(names, name)) for name in names}
     assert len(looks) == len(names)

@@ -213,7 +213,7 @@ def test_where_the_script_has_no_option_for_its_batch_the_file_gets_the_runs_arg
 
 
 @pytest.mark.parametrize("parsed", [False, True])
-def test_a_script_that_takes_only_a_file_of_settings_is_not_given_options_beside_it(
+def test_a_script_that_takes_only_a_file_of_settings_is_given_no_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, parsed: bool
 ) -> None:
     seen: dict[str, object] = {"forward_batch": 7, "accumulation": 1, "samples": 640, "others": [], "device": "cpu"}
@@ -345,7 +345,7 @@ def test_the_argument_that_carries_the_batch_is_found(
         ("-b 32", "-b {local_batch} --num-epochs {epochs}"),
     ],
 )
-def test_a_scripts_parser_tells_which_options_carry_batch_and_epochs(arguments: str, expected: str) -> None:
+def test_a_scripts_parser_shows_which_options_carry_batch_and_epochs(arguments: str, expected: str) -> None:
     names = {"-b": "--train_batch_size", "--train_batch_size": "--train_batch_size"}
     values = {"--train_batch_size": 32, "--width": 32, "--num-epochs": 9, "--warmup-epochs": 9}
     filled = with_placeholders(arguments.split(), 32, 1, ParsedOptions(names, values))

@@ -233,7 +233,9 @@ def test_without_tula_around_the_callbacks_are_the_frameworks_own(monkeypatch: p
     assert type(tula.lightning_callback()) is lightning.Callback
 
 
-def test_lightning_on_nodes_that_it_was_not_told_of_is_told_how(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lightning_on_nodes_that_it_does_not_know_is_refused_with_the_way_to_set_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
     monkeypatch.setenv("WORLD_SIZE", "2")

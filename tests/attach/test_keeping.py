@@ -221,7 +221,7 @@ def test_a_method_that_scales_goes_on_with_its_averages(tmp_path: Path, accumula
     assert assert_scales_go_on(whole, cut, stop=3, accumulation=accumulation) > 3
 
 
-def test_a_script_that_was_changed_since_its_checkpoint_is_told_what_does_not_fit(tmp_path: Path) -> None:
+def test_a_script_that_was_changed_since_its_checkpoint_is_refused_with_what_does_not_fit(tmp_path: Path) -> None:
     scenario = Scenario(tmp_path / "run", 1, ())
     assert scenario.start(2) == [STOPPED]
     scenario.arguments += ["--width", "7"]
@@ -356,7 +356,7 @@ def test_scores_of_a_script_that_keeps_nothing_are_those_of_the_epoch_that_is_ov
     assert [(row.epoch, row.test_accuracy) for row in rows] == [(1, 0.1), (2, 0.2)]
 
 
-def test_a_score_before_the_loop_is_none_of_an_epoch_that_is_over(tmp_path: Path) -> None:
+def test_a_score_before_the_loop_belongs_to_no_epoch_that_is_over(tmp_path: Path) -> None:
     scenario = odd_loop(tmp_path, "before")
     assert [scenario.start(20), scenario.start()] == [[STOPPED], [EXITED]]
     rows = read_metrics(scenario.run.train().metrics_file).epochs

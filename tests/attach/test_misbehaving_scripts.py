@@ -252,9 +252,7 @@ def test_what_is_kept_has_the_weights_and_what_the_optimizer_remembers(how: str,
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_framework_keeps_its_training_whatever_is_kept_beside_it(
-    is_first: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_framework_keeps_its_training_whatever_else_is_kept(is_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     frameworks = "tula_hpc.attach.frameworks"
     for name in ("huggingface", "lightning_fit"):
         monkeypatch.setitem(sys.modules, f"{frameworks}.{name}", SimpleNamespace(callback_for=id))
@@ -299,7 +297,7 @@ def test_a_method_that_needs_the_communication_hook_is_refused_by_a_profile_wher
     assert outcome.message.detail.startswith('training.method: "ags" needs the communication hook')
 
 
-def test_a_script_that_divides_its_passes_among_its_workers_is_told_what_to_do(tmp_path: Path) -> None:
+def test_a_script_that_divides_its_passes_among_its_workers_is_refused_with_what_to_do(tmp_path: Path) -> None:
     alone, both = (
         worst(profiled(MISBEHAVING, ("divides its passes", str(BATCH)), tmp_path / str(world), world, accumulation=4))
         for world in (1, 2)

@@ -56,7 +56,7 @@ def test_a_folder_shows_what_lies_in_the_working_directory_and_keeps_what_is_new
     assert (own / "last.pt").read_text() == "2"
 
 
-def test_what_is_named_in_the_folder_above_appears_beside_and_is_spared(tmp_path: Path) -> None:
+def test_files_that_scripts_name_in_the_folder_above_appear_there_and_are_spared(tmp_path: Path) -> None:
     home = tmp_path / "examples" / "mnist"
     for name in ("data/x", "out/last.pt", "others/y"):
         path = home.parent / name

@@ -273,7 +273,7 @@ def test_a_step_over_the_end_of_an_epoch_is_of_both_where_the_pass_goes_on(
     assert [row.step for row in watched.metrics().epochs] == expected
 
 
-def test_epochs_of_a_script_that_is_told_its_steps_are_those_of_the_plan(tmp_path: Path, clock: Clock) -> None:
+def test_epochs_of_a_script_that_takes_a_number_of_steps_are_those_of_the_plan(tmp_path: Path, clock: Clock) -> None:
     """Full batches leave out four of 20 samples in a pass, which add up to further steps and passes."""
     watched = WatchedTraining(tmp_path, clock, samples=20, counts_steps=True)
     loader = DataLoader(TensorDataset(torch.zeros(20)), batch_size=8, drop_last=True)

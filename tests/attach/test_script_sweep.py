@@ -148,7 +148,7 @@ mode = "partial"
     assert "takes too few" not in done.stdout
 
 
-def test_a_script_that_is_told_its_steps_is_planned_with_all_of_them(tmp_path: Path) -> None:
+def test_a_script_that_takes_a_number_of_steps_is_planned_with_all_of_them(tmp_path: Path) -> None:
     """It gives out full batches only: 15 in a pass, though an epoch is 15.625 batches."""
     script = (SCRIPTS / "plain.py").read_text()
     script = script.replace('"--epochs", type=int, default=2)', '"--steps", dest="epochs", type=int)')

@@ -108,7 +108,7 @@ def details(run: RunDirectory, name: str) -> list[str]:
     return [event.detail for event in run.events() if event.event == name]
 
 
-def test_a_script_trains_and_its_output_tells_the_scores(tmp_path: Path) -> None:
+def test_a_script_trains_and_its_output_has_the_scores(tmp_path: Path) -> None:
     began = time.time()
     run, ended = train(tmp_path / "run", OWN)
     result = result_of(run, ended)

@@ -238,7 +238,7 @@ def test_a_loader_that_is_slow_to_begin_is_a_warning_and_one_that_cannot_a_failu
     assert (verdict.level, verdict.hosts) == (expected, ("node0", "node1"))
 
 
-def test_sockets_beside_infiniband_are_a_warning() -> None:
+def test_sockets_in_place_of_infiniband_are_a_warning() -> None:
     port = Interface(name="mlx5_0:1", up=True, mbit=100_000, infiniband=True)
     host = HOST.model_copy(update={"interfaces": (*HOST.interfaces, port)})
     reports = [report(0, host=host)]

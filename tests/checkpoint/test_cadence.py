@@ -36,7 +36,9 @@ def test_a_save_is_never_more_than_its_share_and_seldom_rarer_than_the_bound(cos
 
 
 @given(cost_s=costs, factor=st.floats(1.0, 100.0), between_s=betweens)
-def test_dearer_saves_and_rarer_kills_make_it_longer(cost_s: float, factor: float, between_s: float) -> None:
+def test_costlier_saves_and_rarer_kills_make_the_interval_longer(
+    cost_s: float, factor: float, between_s: float
+) -> None:
     every_s = interval_s(cost_s, between_s)
     assert interval_s(cost_s, factor * between_s) >= every_s * (1 - 1e-9)
     # beyond, Daly's interval is M itself
@@ -45,7 +47,7 @@ def test_dearer_saves_and_rarer_kills_make_it_longer(cost_s: float, factor: floa
 
 
 @given(cost_s=st.floats(0.01, 0.3))
-def test_between_the_bounds_it_is_the_one_of_least_loss(cost_s: float) -> None:
+def test_between_the_bounds_the_interval_is_that_of_least_loss(cost_s: float) -> None:
     assert interval_s(cost_s, DAY_S) == pytest.approx(float(best_interval_s(cost_s, np.array([DAY_S]))[0]))
     # Young's
     assert interval_s(cost_s, DAY_S) == pytest.approx((2 * cost_s * DAY_S) ** 0.5, rel=0.02)
@@ -62,7 +64,7 @@ def test_an_interruption_a_day_is_assumed_until_more_is_known() -> None:
     assert Interruptions(DAY_S, seen=9, over_s=0.0).mean_s(0.0) == DAY_S / 10
 
 
-def test_spot_prices_say_it_and_else_the_configuration_does() -> None:
+def test_spot_prices_or_otherwise_the_configuration_give_the_rate_of_interruptions() -> None:
     spot = PricingSpec(basis="spot", preemption_hours=12.0, preempted="node")
     training = TrainingSpec(interruption_hours=2.0)
     known = expected_interruptions(spot, training, 6, seen=3, over_s=1e6)
@@ -97,7 +99,7 @@ def test_the_first_save_comes_early_so_that_its_cost_is_known() -> None:
     assert not cadence.due()
 
 
-def test_what_a_save_costs_is_the_stall_and_by_how_much_the_steps_took_longer() -> None:
+def test_the_cost_of_a_save_is_the_stall_and_the_extra_time_of_the_steps() -> None:
     cadence = warm(step_s=0.1)
     cadence.began(stall_s=0.2)
     drive(cadence, 10, 0.15)
@@ -177,7 +179,7 @@ def test_an_interval_that_the_user_has_set_is_kept_whatever_it_costs() -> None:
     assert cadence.due()
 
 
-def test_what_is_new_is_the_first_cost_and_a_changed_interval() -> None:
+def test_only_the_first_cost_and_a_changed_interval_are_reported() -> None:
     cadence = warm()
     assert cadence.news() is None
     seen = []

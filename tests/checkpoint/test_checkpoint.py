@@ -111,7 +111,7 @@ values = st.recursive(
 
 
 @given(st.dictionaries(st.text(), values, max_size=4))
-def test_what_is_accepted_comes_back_the_same(state: dict[str, Any]) -> None:
+def test_accepted_states_come_back_the_same(state: dict[str, Any]) -> None:
     checkpoint._check_storable(state, "state")
     assert equal(checkpoint._unpickle(Path("memory"), torch_bytes(state)), state)
 
@@ -172,7 +172,7 @@ def with_attribute() -> torch.Tensor:
         (nn.Linear(1, 1), "Linear"),
     ],
 )
-def test_what_could_not_be_loaded_is_refused_when_saved(store: Store, value: object, place: str) -> None:
+def test_a_state_that_could_not_be_loaded_is_refused_when_saved(store: Store, value: object, place: str) -> None:
     with pytest.raises(CheckpointError, match=place):
         store.save({"x": [value]}, samples_seen=1)
     assert not store.folder.exists()
@@ -623,7 +623,7 @@ def test_killed_at_random_times_during_large_saves(store: Store) -> None:
     assert all(path.suffix == ".tula" for path in store.folder.iterdir())
 
 
-def test_nothing_older_goes_before_the_new_one_is_durable(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_files_stay_until_the_new_one_is_durable(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for samples in (1, 2):
         save(store, samples)
     events: list[str] = []
@@ -650,7 +650,7 @@ def test_special_floats_survive(store: Store) -> None:
     assert str(loaded["x"]) == "[nan, inf, -0.0]"
 
 
-def test_the_weights_are_had_by_the_run_or_by_a_file_of_it(tmp_path: Path) -> None:
+def test_weights_are_found_by_the_run_or_by_a_file_of_it(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "train" / "main" / "checkpoints")
     with pytest.raises(CheckpointError, match="has no checkpoint"):
         load_model(tmp_path)

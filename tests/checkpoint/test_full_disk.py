@@ -116,7 +116,7 @@ def details(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("room", [0, 1, 40, 99])
-def test_half_a_line_is_taken_back(tmp_path: Path, room: int) -> None:
+def test_half_a_line_is_removed_again(tmp_path: Path, room: int) -> None:
     path = tmp_path / "events.jsonl"
     append_record(path, event("before"))
     whole = path.read_bytes()
@@ -218,7 +218,7 @@ def everything(root: Path) -> dict[Path, bytes]:
     ("place", "words"),
     [("small_disk", "No space left on device"), ("small_quota", "Disk quota exceeded")],
 )
-def test_a_full_disk_is_said_leaves_nothing_half_written_and_with_space_it_goes_on(
+def test_a_full_disk_is_named_leaves_nothing_half_written_and_with_space_it_goes_on(
     request: pytest.FixtureRequest, place: str, words: str
 ) -> None:
     disk: Path = request.getfixturevalue(place)
@@ -288,7 +288,7 @@ def _use(run: RunDirectory) -> int:
     return 0
 
 
-def test_the_lock_says_who_holds_it_or_why_that_cannot_be_said(tmp_path: Path) -> None:
+def test_the_lock_names_its_holder_or_the_reason_why_that_is_unknown(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run").create()
     with (
         no_file_above(0),
@@ -321,7 +321,7 @@ def test_whatever_else_the_system_refuses_is_a_line_with_the_file(capsys: pytest
     assert capsys.readouterr().err == f"{words}Fix the cause and run the same command again.\n"
 
 
-def test_a_write_that_names_no_file_is_told_with_the_folder_that_is_full(
+def test_a_write_that_names_no_file_is_reported_with_the_folder_that_is_full(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_: argparse.Namespace) -> int:

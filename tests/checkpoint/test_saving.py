@@ -97,7 +97,7 @@ def test_steps_taken_while_it_is_written_are_not_in_it(training: Training, gate:
     assert (saved_step(training.store.folder), training.step) == (3, 8)
 
 
-def test_the_next_one_is_put_off_while_one_is_written(training: Training, gate: threading.Event) -> None:
+def test_the_next_save_is_put_off_while_one_is_written(training: Training, gate: threading.Event) -> None:
     training.train(1)
     assert training.saving.request() is SaveRequest.SAVE
     training.save()
@@ -108,7 +108,7 @@ def test_the_next_one_is_put_off_while_one_is_written(training: Training, gate: 
     assert training.saving.request() is SaveRequest.SAVE
 
 
-def test_one_that_must_be_now_waits_for_the_one_before_and_then_for_itself(
+def test_a_save_that_must_be_now_waits_for_the_one_before_and_then_for_itself(
     training: Training, gate: threading.Event
 ) -> None:
     training.train(1)
@@ -126,7 +126,7 @@ def test_one_that_must_be_now_waits_for_the_one_before_and_then_for_itself(
     assert saved_step(training.store.folder) == 2
 
 
-def test_what_has_landed_is_noted_once_and_measured(training: Training) -> None:
+def test_a_finished_save_is_noted_once_and_measured(training: Training) -> None:
     training.train(20)
     training.save()
     wait_until_over(training)
@@ -139,7 +139,7 @@ def test_what_has_landed_is_noted_once_and_measured(training: Training) -> None:
     assert training.cadence.last.write_s > 0
 
 
-def test_a_worker_that_writes_nothing_wishes_nothing(tmp_path: Path) -> None:
+def test_a_worker_that_writes_nothing_requests_no_saves(tmp_path: Path) -> None:
     other = Saving(Worker(), None, None, Cadence(Interruptions(1e5), fixed_s=1e-9))
     other.cadence.worked(1.0)
     assert other.request() is SaveRequest.NOTHING
@@ -179,7 +179,9 @@ def test_a_full_disk_is_an_error_at_the_next_look(training: Training, monkeypatc
     assert len(list(training.store.folder.iterdir())) == 1
 
 
-def test_the_next_save_says_so_where_no_look_came_before(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_save_reports_a_full_disk_if_nothing_did_before(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training.train(1)
     monkeypatch.setattr(os, "fsync", fail(errno.EDQUOT))
     training.save()
@@ -187,13 +189,13 @@ def test_the_next_save_says_so_where_no_look_came_before(training: Training, mon
         training.save()
 
 
-def test_the_others_end_as_well(tmp_path: Path) -> None:
+def test_workers_whose_peer_failed_to_write_end_as_well(tmp_path: Path) -> None:
     other = Saving(Worker(others=1.0), None, None, Cadence(Interruptions(1e5)))
     with pytest.raises(CheckpointError, match="rank 0 could not save a checkpoint"):
         other.settle()
 
 
-def test_a_failed_training_waits_for_the_write_and_hears_of_its_error(
+def test_a_failed_training_waits_for_the_write_and_gets_its_error(
     training: Training, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training.train(1)

@@ -46,7 +46,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def test_what_happens_to_the_state_afterwards_does_not_reach_the_snapshot() -> None:
+def test_later_changes_of_the_state_do_not_reach_the_snapshot() -> None:
     state, reference = training_state(), training_state()
     snapshot = Snapshots().take(state)
     spoil(state)
@@ -56,7 +56,7 @@ def test_what_happens_to_the_state_afterwards_does_not_reach_the_snapshot() -> N
     assert taken["model"]._metadata == reference["model"]._metadata  # type: ignore[attr-defined] # torch's own attribute
 
 
-def test_what_is_shared_stays_shared_and_is_copied_once() -> None:
+def test_shared_tensors_stay_shared_and_are_copied_once() -> None:
     weight = nn.Parameter(torch.ones(3))
     taken = Snapshots().take({"in": weight, "out": weight.data, "other": torch.ones(3)}).wait()
     assert taken["in"].data_ptr() == taken["out"].data_ptr() != taken["other"].data_ptr()

@@ -232,7 +232,7 @@ def test_without_room_for_a_guard_a_controller_has_none(cluster: Cluster, capsys
     assert "there is no guard, which would carry on if that job is killed: a limit" in capsys.readouterr().out
 
 
-def test_who_detaches_again_to_another_stage_is_followed(
+def test_detaching_again_to_another_stage_is_followed(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep = Sweep(SweepSpec.model_validate({"name": "x"}), SLURM, cluster.run)

@@ -950,7 +950,7 @@ def test_a_dry_run_without_slurm_says_that_it_was_not_asked(
     assert "Slurm" not in capsys.readouterr().out, "for local jobs Slurm is not asked"
 
 
-def test_a_run_beside_the_sweep_file_is_named_where_another_folder_begins_a_new_one(
+def test_a_run_next_to_the_sweep_file_is_named_where_another_folder_begins_a_new_one(
     sweep_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tula_hpc.cli.open_run import open_run

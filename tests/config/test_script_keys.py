@@ -148,7 +148,9 @@ def test_braces_of_the_scripts_own_stay() -> None:
     assert load_sweep(Path("mine.toml")).workload.arguments[:3] == ("${now}", "{}", "{1}")
 
 
-def test_a_script_beside_the_file_is_one_place_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_next_to_the_file_is_one_place_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Path("mine.toml").write_text(SCRIPT)
     Path("elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")

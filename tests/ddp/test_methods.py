@@ -116,7 +116,7 @@ def test_adascales_gain_lies_between_one_and_the_ratio_of_batches() -> None:
     assert 1.0 < gains.pop() <= 4.0
 
 
-def test_no_switch_of_ags_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_switch_of_ags_changes_something(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every option that does not belong to the schedule reaches the optimizer."""
     others = AgsOptions(64, 4.0, 0.1, "tensor", 2.0, 0.9, 3.0, "none", "update", True, "linear", "pass", 0.5)
     monkeypatch.setattr(methods, "TulaOptimizer", lambda base, **given: given)
@@ -389,7 +389,7 @@ def test_a_restored_optimizer_still_takes_the_rate_that_is_set() -> None:
     assert torch.equal(model.weight, before)
 
 
-def test_local_steps_are_held_against_no_prediction(tmp_path: Path) -> None:
+def test_local_steps_are_compared_with_no_prediction(tmp_path: Path) -> None:
     for method in ("lbt", "polo"):
         run = RunDirectory(tmp_path / method).create()
         known = candidate(CONFIGURATION)
@@ -428,7 +428,7 @@ def test_memory_that_a_method_needs_is_counted_where_it_needs_it() -> None:
     assert sweep("ags", apply="update").step_copies == 1
 
 
-def test_by_default_the_batch_that_gradients_are_held_against_follows_the_one_that_is_trained_with() -> None:
+def test_by_default_the_reference_batch_follows_the_batch_of_the_training() -> None:
     by_default = TrainingSpec.model_validate({"base_batch": 128})
     assert [by_default.reference_batch(batch) for batch in (64, 128, 256, 512, 1024, 4096)] == [64, 64, 64, 64, 32, 32]
     assert TrainingSpec.model_validate({"base_batch": 1}).reference_batch(64) == 1
@@ -476,7 +476,7 @@ def test_the_reference_batch_shrinks_over_a_training_of_few_epochs() -> None:
         assert len(set(constant)) == 1
 
 
-def test_a_training_tells_its_optimizer_the_reference_batch() -> None:
+def test_a_training_gives_its_optimizer_the_reference_batch() -> None:
     # norms without passes
     worker = new_worker("ags", PERCEPTRON, base_batch=16, small_batch_shrink=4.0)
     epochs, batch = worker.sweep.workload.epochs, CONFIGURATION.global_batch
@@ -487,7 +487,7 @@ def test_a_training_tells_its_optimizer_the_reference_batch() -> None:
 
 
 @given(st.integers(1, 2**20), st.integers(1, 2**30), st.integers(1, 2**30))
-def test_a_larger_batch_never_gets_a_larger_one_to_be_held_against(base: int, one: int, other: int) -> None:
+def test_a_larger_batch_never_gets_a_larger_reference_batch(base: int, one: int, other: int) -> None:
     training = TrainingSpec.model_validate({"base_batch": base})
     small, large = (training.reference_batch(batch) for batch in sorted((one, other)))
     assert max(1, base // 4) <= large <= small <= max(1, base // 2)

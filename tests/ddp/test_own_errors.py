@@ -86,7 +86,7 @@ def test_a_bug_in_own_code_is_a_sentence_with_key_file_and_line(where: str) -> N
 
 
 @pytest.mark.parametrize(("label", "is_told"), [(12, True), (-1, True), (-100, False)])
-def test_a_label_beyond_the_scores_is_told_with_the_loss_that_fails_of_it(label: int, is_told: bool) -> None:
+def test_a_label_beyond_the_scores_is_reported_with_the_loss_that_fails(label: int, is_told: bool) -> None:
     spec = spec_of(metric=None)
     RAISED.clear()
     worker: Any = Worker(spec, ClusterSpec(), Configuration(1, 1, 8), ALONE)

@@ -138,7 +138,7 @@ def test_strangers_on_the_ports_are_passed_by(
     assert met(job)
 
 
-def test_whoever_plays_rank_0_without_the_secret_gets_no_worker(job: WorkerEnvironment) -> None:
+def test_an_impostor_of_rank_0_without_the_secret_gets_no_worker(job: WorkerEnvironment) -> None:
     """The impostor knows the protocol and all of the job except its secret, and listens on the job's first port."""
     door = rendezvous._Door(job, secrets.token_bytes(32))
     assert door.socket.getsockname()[1] == candidate_ports(job)[0]
@@ -149,7 +149,7 @@ def test_whoever_plays_rank_0_without_the_secret_gets_no_worker(job: WorkerEnvir
             played.result()
 
 
-def test_whoever_takes_a_rank_without_the_secret_gets_no_seat(
+def test_an_impostor_of_a_rank_without_the_secret_gets_no_seat(
     job: WorkerEnvironment, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The job's workers meet, and rank 0 reports who was refused."""
@@ -190,7 +190,7 @@ def test_a_seat_is_given_once(job: WorkerEnvironment) -> None:
     assert all(worker.result(timeout=60) for worker in [rank_0, first, *begin(job, ranks=[2])])
 
 
-def test_a_recorded_handshake_is_worth_nothing(job: WorkerEnvironment) -> None:
+def test_a_recorded_handshake_is_not_accepted_again(job: WorkerEnvironment) -> None:
     proof = rendezvous._Proof(b"secret", "job", b"1" * 32, b"2" * 32)
     assert proof.holds(proof.of("client", b"rank"), "client", b"rank")
     for other in (proof._replace(server_nonce=b"3" * 32), proof._replace(job="other"), proof._replace(secret=b"x")):
@@ -199,7 +199,7 @@ def test_a_recorded_handshake_is_worth_nothing(job: WorkerEnvironment) -> None:
     assert not proof.holds(proof.of("client", b"rank"), "client", b"other rank")
 
 
-def test_many_who_say_nothing_keep_nobody_out(job: WorkerEnvironment, stack: ExitStack) -> None:
+def test_many_silent_connections_keep_no_worker_out(job: WorkerEnvironment, stack: ExitStack) -> None:
     rank_0 = begin(job, ranks=[0])[0]
     time.sleep(0.2)
     for _ in range(20):
@@ -207,7 +207,7 @@ def test_many_who_say_nothing_keep_nobody_out(job: WorkerEnvironment, stack: Exi
     assert all(worker.result(timeout=60) for worker in [rank_0, *begin(job, ranks=[1, 2])])
 
 
-def test_strangers_who_hold_all_places_and_come_again_keep_nobody_out(
+def test_strangers_who_hold_all_places_and_come_again_keep_no_worker_out(
     job: WorkerEnvironment, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "MOST_STRANGERS", 8)
@@ -254,7 +254,7 @@ def test_the_store_of_a_local_job_takes_no_connection_from_elsewhere(job: Worker
             stranger.connect((LOOPBACK, port))
 
 
-def test_nobody_comes_to_the_store_before_it_knows_whom_to_take(
+def test_no_connection_is_accepted_by_the_store_before_it_knows_which_to_take(
     job: WorkerEnvironment, monkeypatch: pytest.MonkeyPatch, stack: ExitStack
 ) -> None:
     admit_only = rendezvous._admit_only
@@ -299,7 +299,7 @@ def test_a_port_that_is_given_is_the_one(job: WorkerEnvironment, stack: ExitStac
 
 
 @pytest.mark.parametrize("wrong", ["0", "65536", "-1", "http", "²", " "])
-def test_a_master_port_that_is_none_is_refused(job: WorkerEnvironment, wrong: str) -> None:
+def test_an_invalid_master_port_is_refused(job: WorkerEnvironment, wrong: str) -> None:
     with pytest.raises(InputError, match=r"^MASTER_PORT: expected a port from 1 to 65535, found "):
         meet(job._replace(master_port=wrong), ENOUGH)
 
@@ -348,7 +348,7 @@ def test_the_others_say_where_they_looked_for_rank_0(job: WorkerEnvironment, on_
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_on_one_machine_nobody_waits_long_for_one_that_died(
+def test_on_one_machine_no_worker_waits_long_for_one_that_died(
     job: WorkerEnvironment, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     monkeypatch.setattr(rendezvous, "LOCAL_PATIENCE", SHORT)

@@ -75,7 +75,7 @@ def test_a_stop_where_something_is_saved_next_is_obeyed_one_step_later(stop: Sto
     assert stops == [False] * 5 + [True]
 
 
-def test_quick_steps_are_not_slowed_by_a_look_at_each() -> None:
+def test_quick_steps_are_not_slowed_by_a_check_at_each() -> None:
     agreement = Agreement(Peers(), StopRequest(), asking(SaveRequest.NOTHING))
     for _ in range(1000):
         agreement.decide()
@@ -83,9 +83,7 @@ def test_quick_steps_are_not_slowed_by_a_look_at_each() -> None:
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 7200.0], ids=["slower", "slower, after a pause"])
-def test_steps_that_become_slower_are_soon_looked_at_each_second(
-    monkeypatch: pytest.MonkeyPatch, pause_s: float
-) -> None:
+def test_steps_that_become_slower_are_soon_checked_each_second(monkeypatch: pytest.MonkeyPatch, pause_s: float) -> None:
     now = 0.0
     looks: list[float] = []
     monkeypatch.setattr("tula_hpc.ddp.agreement.time", SimpleNamespace(monotonic=lambda: now))
@@ -105,7 +103,7 @@ def test_steps_that_become_slower_are_soon_looked_at_each_second(
     assert max(gaps[2:]) <= 1.0
 
 
-def test_all_workers_look_at_the_same_steps() -> None:
+def test_all_workers_check_at_the_same_steps() -> None:
     """The interval follows from the slowest worker's step time, so it is the same number everywhere."""
     fast, slow = (Agreement(Peers((0.0, 0.0, 0.25)), StopRequest(), asking(SaveRequest.NOTHING)) for _ in range(2))
     slow.started -= 1.0

@@ -29,7 +29,7 @@ def handler() -> Iterator[None]:
     signal.signal(signal.SIGCONT, before)
 
 
-def test_a_suspension_is_told_once() -> None:
+def test_a_suspension_is_reported_once() -> None:
     suspensions = Suspensions().install()
     assert not suspensions.take()
     os.kill(os.getpid(), signal.SIGCONT)
@@ -50,7 +50,7 @@ LOST = "[gloo/unbound_buffer.cc:78] Timed out waiting 180000ms for recv operatio
         ("mat1 and mat2 shapes cannot be multiplied", True, RuntimeError),
     ],
 )
-def test_a_collective_whose_time_was_up_after_a_suspension_is_nobodys_fault(
+def test_a_collective_that_timed_out_after_a_suspension_is_no_failure_of_a_worker(
     words: str, suspended: bool, raised: type[Exception]
 ) -> None:
     suspensions = Suspensions().install()
@@ -119,7 +119,7 @@ def test_a_configuration_whose_job_was_suspended_is_measured_again(monkeypatch: 
 
 
 @pytest.mark.processes
-def test_a_job_that_is_suspended_every_time_is_measured_so_often_and_not_more(
+def test_a_job_that_is_suspended_every_time_is_measured_a_limited_number_of_times(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """This happens with gang scheduling, which suspends jobs in turns."""

@@ -687,7 +687,7 @@ def skip_where_refused(precision: object) -> None:
         pytest.skip(str(refusal))
 
 
-def test_what_a_v100_refuses_fails_no_test_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_that_a_v100_refuses_fail_no_test_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (7, 0))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "V100")
     monkeypatch.setattr("torch.version.cuda", "12.8")

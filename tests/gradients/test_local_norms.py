@@ -265,7 +265,7 @@ def watched(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tenso
 
 
 @pytest.mark.parametrize("local_batch", [32, 33])
-def test_a_single_worker_tells_its_optimizer_at_every_step(monkeypatch: pytest.MonkeyPatch, local_batch: int) -> None:
+def test_a_single_worker_informs_its_optimizer_at_every_step(monkeypatch: pytest.MonkeyPatch, local_batch: int) -> None:
     worker = worker_of(PERCEPTRON, local_batch)
     seen, batches = watched(worker, monkeypatch), worker.batches()
     for _ in range(3):

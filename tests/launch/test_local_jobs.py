@@ -194,7 +194,7 @@ def complains(job: ProfileJob) -> Callable[[], None]:
 
 
 @pytest.mark.processes
-def test_a_users_mistake_is_told_after_one_job_and_is_no_bug(
+def test_a_users_mistake_is_reported_after_one_job_and_is_no_bug(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Failures of an earlier try are not counted in the progress of this one."""

@@ -127,7 +127,7 @@ def test_workers_end_with_their_controller(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-def test_a_job_that_is_killed_as_a_whole_is_told_from_one_that_ends_by_itself(tmp_path: Path) -> None:
+def test_a_job_that_is_killed_as_a_whole_is_distinguished_from_one_that_ends_by_itself(tmp_path: Path) -> None:
     local = launcher(tmp_path)
     # submitted one by one, so that each job has its own folder, by which its processes are found
     tasks = (sleeper(), sleeper(), exits_without_a_word())

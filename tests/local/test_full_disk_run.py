@@ -154,7 +154,7 @@ def measures(run: RunDirectory) -> bool:
     return any(note.note == "measuring" for note in run.job_notes())
 
 
-def test_a_profile_that_runs_out_of_space_is_said_to_and_measured_later(disk: Path) -> None:
+def test_a_profile_that_runs_out_of_space_is_reported_and_measured_later(disk: Path) -> None:
     run = RunDirectory(disk / "run").create()
     output = refused_when_full(lambda: profile(run), lambda: measures(run), disk, LEFT_TO_SAY_SO)
     assert "No space left on device; make space there or have the quota raised" in output

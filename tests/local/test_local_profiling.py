@@ -96,7 +96,7 @@ def test_a_job_says_what_it_does_before_it_does_it(nested: RunDirectory) -> None
     assert notes[0].began_at <= notes[0].time
 
 
-def test_a_worker_that_is_killed_is_found_out(tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_is_noticed(tmp_path: Path) -> None:
     """The worker leaves no error, as if killed by the kernel: the job's note names what it was about to measure."""
     cluster = ClusterSpec(setup=(f"export VICTIM={tmp_path / 'victim'}",))
     mortal = {**WORKLOAD, "model": "tests.examples.mortal:build"}

@@ -145,20 +145,20 @@ def test_a_diverged_cell_is_a_result_that_is_shown_and_not_tried_again(killed: K
     assert "2 diverged" in killed.again.stdout
 
 
-def test_the_test_set_is_looked_at_now_and_then_and_one_checkpoint_stays(killed: Killed) -> None:
+def test_the_test_set_is_evaluated_at_intervals_and_one_checkpoint_stays(killed: Killed) -> None:
     files = killed.run.train(killed.cells[0].label)
     assert [row.epoch for row in read_metrics(files.metrics_file).epochs] == [5, 10, 12]
     assert len(list(files.checkpoints.glob("*"))) == 1
 
 
-def test_report_and_nothing_more_the_third_time(killed: Killed) -> None:
+def test_the_third_command_only_reports(killed: Killed) -> None:
     assert (killed.run.report / "study.html").stat().st_size > 10_000
     before = killed.run.events_file.read_text()
     assert killed.once_more("--until", "train").returncode == 0
     assert killed.run.events_file.read_text() == before
 
 
-def test_a_cell_that_fails_does_not_stop_the_others_and_the_command_says_so(tmp_path: Path) -> None:
+def test_a_cell_that_fails_does_not_stop_the_others_and_is_reported(tmp_path: Path) -> None:
     """The rate is chosen first, on held-out samples; then one column cannot load its model.
 
     The folder of the first training is deleted before its job comes so far as to look for it.

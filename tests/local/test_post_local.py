@@ -211,7 +211,7 @@ def test_a_run_that_stopped_between_two_averages_goes_on_bit_for_bit(folder: Pat
         assert part or same_state(whole["observer"], resumed["observer"])
 
 
-def test_gradients_are_told_of_though_nothing_scales_them(folder: Path) -> None:
+def test_gradients_are_observed_though_nothing_scales_them(folder: Path) -> None:
     """Only in the synchronous epoch, where they are gradients of the whole batch; later each worker uses its own."""
     whole, resumed = (read_metrics(RunDirectory(folder / name).train().metrics_file) for name in ("whole", "stopped"))
     again = {row.step: row for row in resumed.steps}

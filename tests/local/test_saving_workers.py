@@ -207,7 +207,7 @@ def final(root: Path) -> tuple[Tensor, TrainResult]:
 
 
 @pytest.mark.parametrize("name", STRIKES)
-def test_killed_while_a_checkpoint_is_written_it_ends_as_if_nothing_had_been(folder: Path, name: str) -> None:
+def test_a_training_killed_while_a_checkpoint_is_written_ends_as_undisturbed(folder: Path, name: str) -> None:
     (whole, expected), (resumed, result) = final(folder / "whole"), final(folder / name)
     assert torch.equal(whole, resumed)
     assert (result.steps, result.samples_seen, result.restarts) == (expected.steps, expected.samples_seen, 1)
@@ -237,7 +237,7 @@ def test_what_is_written_is_the_state_of_its_step_though_training_goes_on(folder
     assert all(written)
 
 
-def test_what_a_save_costs_is_said_once(folder: Path) -> None:
+def test_the_cost_of_a_save_is_reported_once(folder: Path) -> None:
     saves = [event for event in RunDirectory(folder / "whole").events() if event.event == "checkpoint"]
     assert len(saves) == 1
     data = saves[0].data

@@ -115,7 +115,7 @@ def test_the_plan_names_a_candidate_and_training_ran_there(finished: RunDirector
     assert result.steps == 2 * (512 // result.global_batch)
 
 
-def test_metrics_tell_of_every_epoch_and_of_the_scale(finished: RunDirectory) -> None:
+def test_metrics_have_every_epoch_and_the_scale(finished: RunDirectory) -> None:
     metrics = read_metrics(finished.train().metrics_file)
     assert [epoch.epoch for epoch in metrics.epochs] == [1, 2]
     assert all(epoch.epoch_time_s > 0 for epoch in metrics.epochs)

@@ -20,7 +20,7 @@ def test_synchronizations_are_counted_for_every_method() -> None:
 
 
 @pytest.mark.processes
-def test_a_profile_is_held_against_steps_without_reference_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_is_compared_with_steps_without_reference_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A profile times a pass on its own; on a GPU the larger batch is an epoch, and every other step would take one."""
 
     def refuse(*_: Any) -> None:

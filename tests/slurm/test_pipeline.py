@@ -121,7 +121,7 @@ def test_one_job_per_cluster_size(digits: Finished) -> None:
     assert digits.done.stdout.count("profiling cost: 4 configurations in 2 jobs") == 1
 
 
-def test_the_first_measurement_of_each_job_tells_how_long_a_start_takes(digits: Finished) -> None:
+def test_the_first_measurement_of_each_job_has_the_time_of_a_start(digits: Finished) -> None:
     first = [m for m in digits.run.measurements().records if m.start_s > 0.0]
     assert sorted(m.nodes for m in first) == [1, 2]
     ready = {note.job_id: note.time - note.began_at for note in digits.run.job_notes() if note.note == "ready"}
@@ -138,7 +138,7 @@ def test_training_ran_at_the_chosen_configuration_and_learned(digits: Finished) 
     assert result.test_accuracy > 0.5
 
 
-def test_the_training_is_held_against_its_plan_by_accounting(digits: Finished) -> None:
+def test_the_training_is_compared_with_its_plan_by_accounting(digits: Finished) -> None:
     found = digits.run.history().accounted("main", digits.run.accounts())
     result = digits.run.train().read_result()
     assert result is not None
@@ -154,7 +154,7 @@ def test_the_report_and_the_table_are_there(digits: Finished) -> None:
     assert "Chosen configuration" in digits.done.stdout
 
 
-def test_what_profiling_cost_is_told_by_accounting(digits: Finished) -> None:
+def test_the_cost_of_profiling_comes_from_accounting(digits: Finished) -> None:
     accounts = {account.job_id: account for account in digits.run.accounts()}
     profiled = {job.job_id for job in digits.run.history().submissions("profile")}
     assert profiled <= accounts.keys()

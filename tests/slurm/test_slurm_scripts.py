@@ -39,7 +39,7 @@ def test_a_script_is_measured_on_each_number_of_nodes(slurm_cluster: MiniCluster
 
 
 @pytest.mark.thorough
-def test_the_worker_that_fails_is_told_of_at_once(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
+def test_the_worker_that_fails_is_reported_at_once(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
     path, options = mine(tmp_path, "fails on one"), ("--until", "plan")
     command = run_sweep_file(path, tmp_path, slurm_cluster.environment, *options, settings=QUICK)
     assert command.returncode == 1

@@ -58,7 +58,7 @@ def test_sizes_run_one_after_another_unless_the_cluster_runs_several_jobs() -> N
     assert [group[0].nodes for group in first_wave(spec(), slurm(array_parallelism=2), PROPOSED)] == [1, 2, 4]
 
 
-def test_on_this_machine_jobs_never_run_beside_each_other() -> None:
+def test_on_this_machine_jobs_never_run_at_the_same_time() -> None:
     parallel = ClusterSpec(array_parallelism=8)
     assert first_wave(spec(), parallel, PROPOSED) == [(Configuration(1, 1, 32), Configuration(1, 1, 256))]
     assert first_wave(spec(pack="never"), parallel, PROPOSED) == [(Configuration(1, 1, 32),)]

@@ -448,7 +448,7 @@ def used_up(tmp_path: Path) -> Callable[[int], Failure]:
     return end_of
 
 
-def test_the_end_of_requeues_is_said_in_the_trainings_own_words(
+def test_the_end_of_requeues_has_the_trainings_own_words(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, used_up: Callable[[int], Failure]
 ) -> None:
     scheduler, error = train(monkeypatch, tmp_path, used_up)

@@ -522,7 +522,7 @@ def known_by_loss(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 ACCURACIES = ("test_accuracy", "test_top5_accuracy")
 
 
-def test_the_report_tells_the_loss_where_there_is_no_accuracy(known_by_loss: RunDirectory) -> None:
+def test_the_report_has_the_loss_where_there_is_no_accuracy(known_by_loss: RunDirectory) -> None:
     contents = read_run(known_by_loss)
     made, measured = known_by_loss.read_plan(), known_by_loss.measurements().records
     table = summary_table(summary_rows(made, measured, result_of(known_by_loss)))

@@ -161,9 +161,7 @@ def test_what_a_script_saves_between_its_epochs_is_counted_once(between_s: float
 
 
 @pytest.mark.parametrize(("workload", "kept", "resume"), RESUMES)
-def test_a_plan_tells_of_the_checkpoints_that_are_written(
-    workload: dict[str, object], kept: bool, resume: Resume
-) -> None:
+def test_a_plan_names_the_checkpoints_that_are_written(workload: dict[str, object], kept: bool, resume: Resume) -> None:
     spec = WorkloadSpec.model_validate(workload, context={"check_paths": False})
     rows = [row.model_copy(update={"kept": kept}) for row in CORNERS]
 

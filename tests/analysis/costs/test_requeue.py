@@ -65,7 +65,7 @@ def test_use_holds_the_starts_where_the_ends_tell_when_their_jobs_began() -> Non
     assert use == (2 * ((200 - 60) + (700 - 490)), 2, 0, 0)
 
 
-def test_a_job_whose_end_the_command_notes_tells_its_beginning_when_it_resumes() -> None:
+def test_a_job_whose_end_the_command_notes_reports_its_beginning_when_it_resumes() -> None:
     events = [event("preempted", 200, began_at=60), event("resumed", 500, began_at=480), event("failed", 510)]
     events += [event("resumed", 900, began_at=890), event("finished", 1000, began_at=890)]
     assert actual_use(events, result(wall_time_s=900)) == (2 * (140 + 30 + 110), 3, 0, 0)

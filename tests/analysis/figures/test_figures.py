@@ -195,7 +195,7 @@ def keys_of(drawing: Drawing) -> list[str]:
     return [text.get_text() for text in legend.get_texts()]
 
 
-def test_a_knee_beyond_the_batches_is_said_and_not_drawn(run: RunContents) -> None:
+def test_a_knee_beyond_the_batches_is_stated_and_not_drawn(run: RunContents) -> None:
     assert run.plan is not None
     far = run.plan.model_copy(update={"knee": Knee(global_batch=1e6, interval_90=(5e5, 2e6))})
     drawing = drawn(run._replace(plan=far), "epoch_time")
@@ -676,7 +676,7 @@ def dashed(drawing: Drawing) -> int:
 
 
 @pytest.mark.parametrize("gate", list(GATES))
-def test_the_figure_of_the_scale_tells_of_the_gate_that_the_training_had(run: RunContents, gate: str) -> None:
+def test_the_figure_of_the_scale_names_the_gate_that_the_training_had(run: RunContents, gate: str) -> None:
     drawing = scale_figure_of(run, gate=gate)
     caption, *title = GATES[gate]
     assert caption in drawing.caption
@@ -686,7 +686,7 @@ def test_the_figure_of_the_scale_tells_of_the_gate_that_the_training_had(run: Ru
 
 
 @pytest.mark.parametrize(("share", "words"), [(0.0, "by 1 on"), (1.0, "by 1.84 on")])
-def test_the_figure_tells_of_the_scale_that_was_applied(run: RunContents, share: float, words: str) -> None:
+def test_the_figure_shows_the_scale_that_was_applied(run: RunContents, share: float, words: str) -> None:
     """The estimated scale, which the gate may not have let through, is not shown."""
     training = run.trainings[0]
     steps = [row.model_copy(update={"scale_share": share}) for row in training.metrics.steps]

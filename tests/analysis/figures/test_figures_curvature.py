@@ -105,7 +105,7 @@ def test_the_change_of_the_gradient_has_one_name_in_all_figures(run: RunContents
         assert "sensitivity" not in f"{drawing.title} {drawing.caption} {drawing.table.to_csv()}"
 
 
-def test_variability_stands_beside_accuracy(run: RunContents) -> None:
+def test_variability_is_shown_with_accuracy(run: RunContents) -> None:
     table = rows(drawn(run, "variability"))
     metrics = run.trainings[0].metrics
     assert [float(r["value"]) for r in table if r["mark"] == "step"] == [row.sensitivity for row in metrics.steps]

@@ -116,7 +116,7 @@ def test_notes_of_profile_jobs_go_before_their_events(base: RunContents) -> None
     assert [(one.kind, one.begin, one.end) for one in found] == [("waiting", 5.0, 25.0), ("profiling", 25.0, 39.0)]
 
 
-def test_the_figure_tells_of_waiting_and_interruptions(base: RunContents) -> None:
+def test_the_figure_shows_waiting_and_interruptions(base: RunContents) -> None:
     drawing = draw_timeline(base)
     assert isinstance(drawing, Drawing)
     # the profile job waits for 10 s, the training for 10 s and then 29 s; between the two jobs nothing waits

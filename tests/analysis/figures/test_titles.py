@@ -60,7 +60,7 @@ def test_values_with_equal_ends_are_not_called_constant(run: RunContents, values
 
 
 @pytest.mark.parametrize(("values", "words"), [([0.1, 1.9], "(0.1 to 1.9)"), ([1.02, 1.0], "average")])
-def test_a_mean_scale_stands_beside_its_range(run: RunContents, values: list[float], words: str) -> None:
+def test_a_mean_scale_is_shown_with_its_range(run: RunContents, values: list[float], words: str) -> None:
     """The mean of 0.1 and 1.9 is 1, as without any scaling, so a mean alone would mislead."""
     contents = logged(logged(run, "scale_mean", values), "scale_share", [1.0])
     assert title_of(contents, "gradient_scale").endswith(words)
@@ -163,7 +163,7 @@ def test_a_lead_within_the_seeds_deviation_is_no_best(
     assert ablation(tmp_path / "run", reached) == title
 
 
-def test_a_studys_mean_factor_stands_beside_its_range(tmp_path: Path) -> None:
+def test_a_studys_mean_factor_is_shown_with_its_range(tmp_path: Path) -> None:
     contents = read_study(make_study(tmp_path / "run"))
     drawn = draw_study_scale(contents, make_table(contents.study, contents.outcomes))
     assert isinstance(drawn, Drawing)

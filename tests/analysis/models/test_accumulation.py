@@ -116,7 +116,7 @@ def test_without_the_placeholder_it_is_left_out() -> None:
         assert (candidate.feasible, candidate.accumulation) == (candidate.local_batch <= 64, 1)
 
 
-def test_a_measurement_in_other_parts_is_none_of_the_candidate() -> None:
+def test_a_measurement_in_other_parts_does_not_count_for_the_candidate() -> None:
     rows = [*AT_ONCE, taken_in(1, 256, 4), taken_in(1, 512, 16)]
     plan = make_plan(sweep(*PLACEHOLDER), LIMIT, rows)
     found = {c.configuration: c.measured for c in plan.candidates}
@@ -172,6 +172,6 @@ def test_a_training_that_lacks_memory_takes_more_parts(tmp_path: Any) -> None:
     assert after(8).accumulation == 16
 
 
-def test_the_script_is_told_the_parts() -> None:
+def test_the_script_gets_the_number_of_parts() -> None:
     assert in_passes(sweep(*PLACEHOLDER), 8).workload.accumulation == 8
     assert in_passes(sweep(), 8) == sweep()

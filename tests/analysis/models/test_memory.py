@@ -214,7 +214,7 @@ def row_bytes(batch: int) -> int:
     return memory(batch).reserved_bytes
 
 
-def test_a_summary_is_fitted_with_what_counting_tells() -> None:
+def test_a_summary_is_fitted_with_the_counted_bytes() -> None:
     rows = [ok(nodes, batch) for nodes in (1, 2) for batch in (32, 64, 128)]
     model = fit_memory(summary(*rows, oom(1, 1024)), limit_bytes=2000 * MIB)
     # baseline, parameters and optimizer

@@ -212,7 +212,9 @@ def test_covariance_says_which_points_are_unsure_together() -> None:
 # a collective whose time grows with every worker is used only if asked for, or seen at two sizes
 @pytest.mark.parametrize("truth", ["ring", "double_tree", "reduce_scatter_all_gather"])
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_intervals_hold_what_every_form_says_while_one_cluster_size_tells_none(truth: str, backend: Backend) -> None:
+def test_intervals_hold_the_predictions_of_all_forms_while_one_cluster_size_identifies_none(
+    truth: str, backend: Backend
+) -> None:
     seconds = Truth().step(truth, NODES, BATCH)
     one_size = np.isin(NODES, [1, 8])
     open_form = StepTimeModel("auto", backend).fit(NODES[one_size], BATCH[one_size], seconds[one_size])
@@ -293,7 +295,7 @@ def test_four_corners_with_parts_measured_apart_identify_the_model() -> None:
 
 
 @pytest.mark.parametrize("form", FORM_NAMES)
-def test_what_a_step_waits_beside_the_bare_collective_grows_with_its_rounds(form: FormName) -> None:
+def test_the_wait_of_a_step_besides_the_bare_collective_grows_with_its_rounds(form: FormName) -> None:
     truth, rounds = Truth(sync=0.05), FORMS[form].latency or np.log2
     steps = truth.step(form, NODES, BATCH) + np.where(NODES > 1, 0.01 * rounds(NODES), 0.0)
     ends = np.isin(NODES, [1, 8])
@@ -320,7 +322,7 @@ def test_that_all_wait_for_the_slowest_is_found() -> None:
     np.testing.assert_allclose(model.predict(NODES, BATCH), steps, rtol=0.03)
 
 
-def test_computation_that_was_timed_alone_tells_how_batches_depart_from_the_line_wherever_they_run() -> None:
+def test_computation_timed_alone_shows_how_batches_depart_from_the_line_wherever_they_run() -> None:
     truth, slow = Truth(sync=0.05), {32.0: 1.1, 128.0: 0.9}
     factor = np.array([slow.get(batch, 1.0) for batch in BATCH])
     steps = truth.step("ring", NODES, BATCH) + (factor - 1) * truth.compute(BATCH)

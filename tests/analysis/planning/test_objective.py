@@ -65,7 +65,7 @@ def test_up_to_the_knee_the_fastest_is_chosen_then_the_one_with_fewer_nodes() ->
     assert ranked("knee", [*feasible, faster._replace(why=3)], law)[0][0] == at_knee
 
 
-def test_up_to_the_knee_the_cheapest_of_those_that_no_measurement_tells_from_the_fastest_is_chosen() -> None:
+def test_up_to_the_knee_the_cheapest_of_those_as_fast_as_measurements_can_show_is_chosen() -> None:
     law = hyperbola(1.0, 0.01)
     feasible = rows_of(law, 1, POWERS)
     at_knee = ranked("knee", feasible, law)[0][0]

@@ -120,7 +120,7 @@ def test_memory_and_fallbacks_are_those_of_the_chosen_part() -> None:
     assert all(c.feasible for c in plan.candidates if c.partition == FAST)
 
 
-def test_a_part_without_enough_measurements_is_left_out_and_said() -> None:
+def test_a_part_without_enough_measurements_is_left_out_and_named() -> None:
     rows = [row for row in measured() if row.partition == SLOW] + [failed(1, 32, partition=FAST)]
     plan = make_plan(sweep("time"), both(), rows)
     assert {c.partition for c in plan.candidates} == {SLOW}
@@ -147,7 +147,7 @@ def test_doubts_about_a_part_name_it() -> None:
     assert any(w.startswith(f"{SLOW}: these measurements shared") for w in make_plan(sweep(), both(), rows).warnings)
 
 
-def test_notes_about_a_part_name_it_and_what_holds_for_all_is_said_once() -> None:
+def test_notes_about_a_part_name_it_and_common_notes_come_once() -> None:
     starts = {SLOW: 5.0, FAST: 20.0}
     rows = [row.model_copy(update={"start_s": starts[row.partition]}) for row in measured()]
     notes = make_plan(sweep(), both(), rows).notes

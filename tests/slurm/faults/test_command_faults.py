@@ -135,7 +135,7 @@ def test_a_plain_command_on_a_detached_sweep_waits_and_cancels_nothing(
     assert "is cancelled" not in said
 
 
-def test_cancelled_with_all_its_jobs_a_detached_sweep_is_over(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
+def test_a_detached_sweep_cancelled_with_all_its_jobs_is_over(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
     command = Command(tmp_path, slurm_cluster)
     # keep the controller from starting, so that it cannot finish before the command has ended
     slurm_cluster.run("scontrol", "update", "PartitionName=batch", "State=DOWN")

@@ -46,7 +46,7 @@ def test_time_limits_end_a_training_when_its_requeues_are_used_up(ended: Trainin
 
 
 @about("requeue refused")
-def test_a_refused_requeue_is_said_and_the_training_is_submitted_again(ended: Training) -> None:
+def test_a_refused_requeue_is_reported_and_the_training_is_submitted_again(ended: Training) -> None:
     refused = next(event for event in ended.events("failed") if "requeue refused" in event.detail)
     (resumed,) = ended.events("resumed")
     jobs = [event.job_id for event in ended.events("submitted")]

@@ -81,7 +81,7 @@ def preempted(
 
 
 @pytest.mark.parametrize("name", SCRIPTED)
-def test_preempted_a_script_is_requeued_and_ends_as_undisturbed(
+def test_a_preempted_script_is_requeued_and_ends_as_undisturbed(
     name: str, preempted: dict[str, Training], alone: dict[str, Scenario]
 ) -> None:
     cut, whole = preempted[name], alone[name]
