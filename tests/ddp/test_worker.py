@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +36,7 @@ from tula_hpc.ddp.process_group import (
 from tula_hpc.ddp.worker import Worker, bare_all_reduce
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import DeviceError, DivergedError, InputError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.gradients.reference_gradient import reference_gradient
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.profiling.measure import SharedTimes, StepProfile, _with_factors_at_once, measure
@@ -42,8 +44,9 @@ from tula_hpc.profiling.meters import MemoryMeter, Power, PowerMeter
 from tula_hpc.profiling.meters import largest_over_workers as _largest
 from tula_hpc.profiling.probes import FORWARD_PASSES as PASSES
 from tula_hpc.profiling.probes import time_forward
+from tula_hpc.profiling.record import record_oom
 from tula_hpc.profiling.timing import Steps, StoppingRule
-from tula_hpc.records import Configuration, Measurement
+from tula_hpc.records import Configuration, Measurement, read_records
 
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 CONFIGURATION = Configuration(nodes=1, workers_per_node=1, local_batch=32)
@@ -663,6 +666,22 @@ def test_what_lies_outside_the_allocator_and_its_retries_in_timed_steps_are_meas
     assert (use.total_bytes, use.other_bytes, use.reserved_bytes, use.peak_bytes) == (1000, 200, 500, 500)
     assert (use.alloc_retries, use.ooms) == (2, 0)
     assert meter.has_run_out
+
+
+@pytest.mark.parametrize(("free", "said"), [(0, "; of the device's 1,000 MiB, 500 MiB were held outside"), (400, "")])
+def test_a_device_that_another_process_had_filled_is_named_where_memory_ran_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, said: str
+) -> None:
+    FakeAllocator(monkeypatch, total=1000 * 1024**2, free=free * 1024**2, reserved=500 * 1024**2)
+    used = [True, False, True]
+    monkeypatch.setattr(torch.cuda, "is_initialized", used.pop)
+    for failure in (Failure.DEVICE_OOM, Failure.HOST_OOM, Failure.DEVICE_OOM, Failure.DEVICE_OOM):
+        record_oom(tmp_path / "x.jsonl", ClusterSpec(), CONFIGURATION, ALONE, failure)
+    with_use, of_host, without_use, again = read_records(Measurement, tmp_path.glob("*.jsonl")).records
+    assert with_use.detail.startswith(f"rank 0{said}")
+    assert (with_use.detail == "rank 0") == (not said)
+    # a worker that has not used the device cannot ask for it
+    assert (of_host.detail, without_use.detail, again.detail) == ("rank 0", "rank 0", with_use.detail)
 
 
 def test_of_all_workers_the_device_with_least_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,11 @@ from tula_hpc.config import ClusterSpec
 from tula_hpc.ddp.process_group import backend_of, describe_versions
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.failure_kinds import Failure
+from tula_hpc.formatting import format_bytes
 from tula_hpc.records import Configuration, Measurement, append_record, rank_file
+
+# share of a device's memory that the CUDA context, NCCL and cuDNN do not reach together
+UNUSUAL_SHARE = 0.2
 
 
 def record_oom(
@@ -33,8 +37,26 @@ def record_oom(
         of_job: Further fields of the `Measurement`: its partition, passes, identity.
     """
     facts = describe(configuration, cluster, env)
-    record = Measurement(status="oom", failure=failure, detail=f"rank {env.rank}", **facts)
+    detail = f"rank {env.rank}"
+    if failure is Failure.DEVICE_OOM and (held := memory_held_elsewhere()):
+        detail += f"; {held}"
+    record = Measurement(status="oom", failure=failure, detail=detail, **facts)
     append_record(rank_file(output, env.rank), record.model_copy(update=of_job))
+
+
+def memory_held_elsewhere() -> str:
+    """Say how much of this worker's device torch's allocator does not hold; "" if that is usual."""
+    # a worker whose script has a process of its own has not used the device itself
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return ""
+    free, total = torch.cuda.mem_get_info()
+    held = total - free - torch.cuda.memory_reserved()
+    if held < UNUSUAL_SHARE * total:
+        return ""
+    return (
+        f"of the device's {format_bytes(total)}, {format_bytes(held)} were held outside of this "
+        "worker's torch, as by another process (nvidia-smi on the node names it)"
+    )
 
 
 def describe(
