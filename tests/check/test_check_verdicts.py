@@ -166,6 +166,10 @@ def test_devices_of_several_kinds_without_kernels_or_in_use_are_reported() -> No
     free = [report(0, device=fuller), report(1, device=V100.model_copy(update={"free_bytes": 2**35}))]
     (enough,) = judged(Topic.DEVICE_MEMORY, free, GPU)
     assert (enough.level, enough.found) == (Level.OK, "32 GiB each, at least 31 GiB of it free")
+    # the worker's own context, which takes half a gigabyte of any device
+    slice_of_gpu = V100.model_copy(update={"total_bytes": 5 * 2**30, "free_bytes": 9 * 2**29})
+    (small,) = judged(Topic.DEVICE_MEMORY, [report(0, device=slice_of_gpu)], GPU)
+    assert small.level is Level.OK
 
 
 def test_cores_that_are_too_few_or_shared_fail_and_unbound_workers_do_not() -> None:

@@ -33,8 +33,10 @@ SLOW = 1.25
 SHM_BYTES_PER_PROCESS = 2 * 64 * 2**20
 # a training process has some hundred files and sockets open, and more for batches in transit
 LEAST_OPEN_FILES = 1024
-# with less memory free, somebody else uses the GPU, too: a context alone takes about 0.5 GB
+# with less memory free, somebody else uses the GPU, too
 LEAST_FREE_SHARE = 0.95
+# most that this process's own context takes, which is a large share of a small MIG device
+CONTEXT_BYTES = 2**30
 # PCIe 3 x16 reaches 12 GB/s from pinned memory; a fifth of that means a narrow bus
 LEAST_TRANSFER_GBS = 2.5
 
@@ -232,7 +234,8 @@ def _judge_device_memory(cluster: ClusterSpec, known: Known) -> Iterator[Verdict
 def _in_use(device: Device) -> bool:
     if device.free_bytes is None or not device.total_bytes:
         return False
-    return device.free_bytes < LEAST_FREE_SHARE * device.total_bytes
+    usual = max((1.0 - LEAST_FREE_SHARE) * device.total_bytes, CONTEXT_BYTES)
+    return device.total_bytes - device.free_bytes > usual
 
 
 def _judge_cores(
