@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
+from unittest import mock
 
 import pytest
 import torch
 
-from tests.forked import give_secret
+from tests.forked import give_secret, start_workers
+from tula_hpc.check import speed
 from tula_hpc.check.job import CheckJob
 from tula_hpc.check.probes import Peers, Reporter, describe_device, describe_host
 from tula_hpc.check.reports import Device, Host, Meeting, Probe, RankReport, Skip
@@ -83,6 +87,35 @@ def test_workers_agree_not_to_begin_what_would_hang(tmp_path: Path) -> None:
     assert agreed(tmp_path, report(0), report(1, interface="none7")) == [Skip.MISSING_INTERFACE] * 2
     assert agreed(tmp_path, report(0), report(1, device=False)) == [Skip.NO_DEVICE] * 2
     assert agreed(tmp_path, report(0)) == [Skip.SINGLE_WORKER]
+
+
+def _hang_alone(rank: int, folder: Path) -> None:
+    """Wait as rank 0 in a collective that rank 1, which is at something else, never enters."""
+    speed.PROBE_S = 2
+    peers = Peers(place(rank, 2, folder))
+    peers.meet()
+    job = CheckJob(ClusterSpec(), WorkloadSpec(), 2, folder)
+    given_up = folder / "given up"
+
+    def stay_away(*_: object) -> NoReturn:
+        # if it ended earlier, rank 0 would notice the closed connection
+        while not given_up.exists():
+            time.sleep(0.1)
+        sys.exit(0)
+
+    if rank == 1:
+        with mock.patch.object(speed, "time_all_reduce", stay_away):
+            speed.time_collectives(job, peers.place, report(1), peers)
+    with pytest.raises(RuntimeError):
+        speed.time_collectives(job, peers.place, report(0), peers)
+    given_up.touch()
+
+
+@pytest.mark.processes
+def test_a_collective_that_hangs_is_given_up_within_the_limit_of_a_probe(tmp_path: Path) -> None:
+    give_secret(tmp_path)
+    # less than the ten minutes that torch waits in a training
+    start_workers(2, _hang_alone, tmp_path, timeout_s=100)
 
 
 @pytest.mark.parametrize(("visible", "distinct"), [(["GPU-a", "GPU-b"], 2), (["GPU-a"], 1)])

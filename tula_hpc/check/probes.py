@@ -36,7 +36,7 @@ from tula_hpc.check.reports import (
     Requeue,
     Signal,
 )
-from tula_hpc.check.speed import time_collectives, time_compute, time_transfer
+from tula_hpc.check.speed import PROBE_S, time_collectives, time_compute, time_transfer
 from tula_hpc.config import ClusterSpec
 from tula_hpc.data.datasets import build_data
 from tula_hpc.data.loader import make_train_loader
@@ -62,8 +62,6 @@ from tula_hpc.records import Record, write_atomically
 if TYPE_CHECKING:
     from tula_hpc.check.job import CheckJob
 
-# time limit of a probe: even if two probes reach it, all end within the job's three minutes
-PROBE_S = 40
 # how long workers wait for each other: a node's first import of torch from a file server takes a
 # minute
 PATIENCE = timedelta(seconds=90)

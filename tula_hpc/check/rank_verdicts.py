@@ -103,7 +103,7 @@ def _judge_errors(reports: Sequence[RankReport]) -> Iterator[Verdict]:
             found[probe, text].append(report.hostname)
         last = report.at_work_on
         if not report.finished and last is not None and last not in report.errors:
-            found[last, "the worker ended during this probe"].append(report.hostname)
+            found[last, "the worker crashed or hung in this probe"].append(report.hostname)
     no_device = {text for probe, text in found if probe is Probe.DEVICE}
     everywhere = {report.hostname for report in reports}
     for (probe, text), hosts in found.items():

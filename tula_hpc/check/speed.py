@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from tula_hpc.check.job import CheckJob
     from tula_hpc.check.probes import Peers
 
+# time limit of a probe: even if two probes reach it, all end within the job's three minutes
+PROBE_S = 40
 COMPUTE_S = 2.0
 LEAST_REPEATS, MOST_REPEATS = 5, 100
 # edge of the matrices, large enough that a product takes milliseconds on either device
@@ -74,7 +77,9 @@ def time_collectives(
         return Collectives(backend=backend, skipped=skipped)
     assert peers.store is not None, "they have met"  # noqa: S101 # an invariant
     device = pick_device(job.cluster, place.local_rank)
-    with process_group(job.cluster, place, PrefixStore("group", peers.store)):
+    # an alarm does not interrupt a collective that hangs: torch has to give it up
+    most = timedelta(seconds=PROBE_S)
+    with process_group(job.cluster, place, PrefixStore("group", peers.store), most):
         every = time_all_reduce(Scope.ALL, device, None, place.world_size)
         nested = _time_by_node(job, place, device, peers)
     return Collectives(backend=backend, timed=(every, *nested))
