@@ -286,8 +286,7 @@ def _what_if(rows: Sequence[WhatIf]) -> str:
     from tula_hpc.analysis.report.tables import not_possible, nothing_changes, what_if_table
 
     if not rows:
-        # profiles with a training's measurements may give another choice than profiles alone
-        return "No what-if: a training changed the plan."
+        return "No what-if: the models, fitted again, choose otherwise than the plan."
     if sentence := nothing_changes(rows):
         return textwrap.fill(sentence, PLAN_WIDTH)
     lines = [table_lines(what_if_table(rows))]

@@ -7,7 +7,7 @@ planner's own functions choose again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +20,12 @@ from tula_hpc.analysis.planning.candidates import (
     priced,
     stacked,
 )
-from tula_hpc.analysis.planning.constraints import constrain, nearest_outside
+from tula_hpc.analysis.planning.constraints import (
+    Constraint,
+    constrain,
+    constraints_of,
+    nearest_outside,
+)
 from tula_hpc.analysis.planning.knee import TimeCurves, knee_curves
 from tula_hpc.analysis.planning.objective import choose, objective_of
 from tula_hpc.analysis.planning.partitions import FittedPartitions, prefixed
@@ -56,6 +61,8 @@ class WhatIf(NamedTuple):
     chosen: Candidate | None
     # if none meets them, the candidate that comes nearest
     nearest: Candidate | None = None
+    # keys of the sweep's own limits that this one breaks; what is asked for may not be at fault
+    broken: tuple[str, ...] = ()
 
 
 def what_if(run: RunContents, fitted: FittedPartitions | None) -> list[WhatIf]:
@@ -75,7 +82,8 @@ def answers(sweep: SweepSpec, fitted: FittedPartitions, plan: Plan) -> list[What
     measurements.
     """
     sweep = sweep.model_copy(update={"objective": objective_of(plan, sweep.objective)})
-    question = _Question(sweep, fitted, knee_curves(fitted.parts, sweep, with_draws=False))
+    curves = knee_curves(fitted.parts, sweep, with_draws=False)
+    question = _Question(sweep, fitted, curves, constraints_of(sweep.objective))
     usual = question.ask("as planned")
     same = usual.chosen is not None and (usual.chosen.partition, usual.chosen.configuration) == (
         plan.chosen.partition,
@@ -88,21 +96,27 @@ def answers(sweep: SweepSpec, fitted: FittedPartitions, plan: Plan) -> list[What
 
 
 class _Question(NamedTuple):
-    """Sweep, models and curves that decide a choice."""
+    """Sweep, models and curves that decide a choice, and the limits before any change."""
 
     sweep: SweepSpec
     fitted: FittedPartitions
     curves: TimeCurves | None
+    own: Sequence[Constraint]
 
     def ask(self, change: str) -> WhatIf:
         """Choose as the planner does."""
         objective = self.sweep.objective
         table = constrain(self.fitted.table, objective)
         if np.any(table.why == FEASIBLE):
-            row = int(choose(objective, table, self.curves).ranking[0])
-            return WhatIf(change, self.fitted.record(row))
-        nearest = nearest_outside(table, objective)
-        return WhatIf(change, None, None if nearest is None else self.fitted.record(nearest))
+            best = int(choose(objective, table, self.curves).ranking[0])
+            return WhatIf(change, self.fitted.record(best))
+        row = nearest_outside(table, objective)
+        if row is None:
+            return WhatIf(change, None)
+        nearest = self.fitted.record(row)
+        kept = [limit for limit in constraints_of(objective) if limit in self.own]
+        broken = tuple(limit.key for limit in kept if limit.amount(nearest) > limit.limit)
+        return WhatIf(change, None, nearest, broken)
 
     def with_objective(self, **changes: object) -> _Question:
         objective = self.sweep.objective.model_copy(update=changes)

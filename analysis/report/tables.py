@@ -19,6 +19,7 @@ from tula_hpc.formatting import (
     format_number,
     format_percent,
     in_comparison,
+    listed,
     plural,
 )
 from tula_hpc.records import (
@@ -278,7 +279,7 @@ def what_if_table(rows: Sequence[WhatIf]) -> TextTable:
 
 
 def not_possible(rows: Sequence[WhatIf]) -> list[str]:
-    """Say which changes no candidate can meet, and which candidate comes nearest."""
+    """Say which changes no candidate can meet, within which limits, and which comes nearest."""
     found = []
     for row in rows:
         if row.chosen is None:
@@ -287,7 +288,8 @@ def not_possible(rows: Sequence[WhatIf]) -> list[str]:
                 time = format_duration(row.nearest.wall_time_s)
                 cost = format_money(row.nearest.cost, row.nearest.currency)
                 nearest = f"; {name_of(row.nearest)} comes nearest, with {time} and {cost}"
-            found.append(f"Not possible: {row.change}{nearest}.")
+            within = f" within {listed(row.broken)}" if row.broken else ""
+            found.append(f"Not possible: {row.change}{within}{nearest}.")
     return found
 
 

@@ -99,6 +99,33 @@ def test_half_the_cost_is_kept_or_said_to_be_impossible(found: dict[str, WhatIf]
         alike(half.chosen, make_plan(with_objective(budget=0.5 * planned.cost), PRICED, ROWS).chosen)
 
 
+def test_a_change_that_only_the_sweeps_own_limits_forbid_is_told_with_them(
+    fitted: FittedPartitions, found: dict[str, WhatIf]
+) -> None:
+    planned = found["as planned"].chosen
+    assert planned is not None
+    # on no other number of nodes is a candidate as cheap; half the cost is kept later than the deadline
+    limits = {"budget": 1.01 * planned.cost, "deadline_hours": 1.01 * planned.wall_time_s / 3600}
+    spec = with_objective(kind="time", **limits)
+    asked = answers(spec, fitted, make_plan(spec, PRICED, ROWS))
+    impossible = [row for row in asked if row.chosen is None]
+    assert any(row.broken for row in impossible)
+    for row in impossible:
+        assert row.nearest is not None
+        broken = []
+        if row.nearest.cost > limits["budget"]:
+            broken.append("objective.budget")
+        if row.nearest.wall_time_s > 3600 * limits["deadline_hours"]:
+            broken.append("objective.deadline_hours")
+        (words,) = not_possible([row])
+        if "deadline" in row.change or "budget" in row.change:
+            # the limit that is asked for is named by its amount
+            broken = [key for key in broken if key.partition(".")[2].split("_")[0] not in row.change]
+        assert sorted(row.broken) == broken
+        within = f" within {' and '.join(row.broken)}" if broken else ""
+        assert words.startswith(f"Not possible: {row.change}{within}; ")
+
+
 def test_a_plan_of_other_measurements_is_asked_nothing(fitted: FittedPartitions) -> None:
     plan = make_plan(SPEC, PRICED, ROWS)
     other = plan.model_copy(update={"chosen": plan.chosen.model_copy(update={"local_batch": 3})})
