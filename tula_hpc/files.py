@@ -77,7 +77,9 @@ def _runs_near(path: Path) -> list[Path]:
         if path.is_dir():
             paths = [*sorted(path.iterdir()), *sorted(path.glob("runs/*")), path.parent]
         else:
-            paths = [Path("runs") / path.stem, Path(path.name), *_similar(path)]
+            # a file of a run may be given in place of the run
+            holder = [path.parent] if path.is_file() else []
+            paths = [*holder, Path("runs") / path.stem, Path(path.name), *_similar(path)]
         return [each for each in paths if (each / "sweep.toml").is_file()][:MOST_RUNS]
     except OSError:
         return []

@@ -958,6 +958,7 @@ def test_another_path_is_refused_with_the_runs_near_it(tmp_path: Path, monkeypat
     Path("mine.toml").touch()
     assert not_a_run(Path("mine")) == "no such run directory; did you mean runs/mine?"
     assert not_a_run(Path("mine.toml")) == "is not a folder; expected a run directory; did you mean runs/mine?"
+    assert not_a_run(Path("runs/mine/sweep.toml")).endswith("expected a run directory; did you mean runs/mine?")
     assert not_a_run(Path("runs")).endswith("it has no sweep.toml; did you mean runs/mine or runs/other?")
     assert not_a_run(Path.cwd()).endswith(f"did you mean {Path.cwd()}/runs/mine or {Path.cwd()}/runs/other?")
     assert not_a_run(Path("yours")) == f"no such run directory (looked for in {Path.cwd()})"
