@@ -131,7 +131,10 @@ def _plan_of(
 @printable_output()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0 done, 1 no plan could be made, 2 bad input."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.json and options.what_if:
+        parser.error("--what-if: prints a table; leave out --json")
 
     def write() -> None:
         write_out(f"{_answer(options)}\n", with_own_escapes(sys.stdout))

@@ -993,6 +993,10 @@ def test_mistakes_give_one_clear_line_and_their_exit_code(
     assert "is not a run directory: it has no sweep.toml" in line(str(run.root), code=2)
     with pytest.raises(SystemExit, match="2"):
         main([str(run.root), "--objective", "luck"])
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="2"):
+        main([str(run.root), "--what-if", "--json"])
+    assert "--what-if: prints a table; leave out --json" in capsys.readouterr().err
 
 
 def test_the_papers_form_can_be_asked_for() -> None:
