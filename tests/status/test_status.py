@@ -963,6 +963,28 @@ def log_steps(run: RunDirectory, steps: int, *, batch: int = 100, step_time_s: f
         append_record(path, line, durable=False)
 
 
+def test_a_training_whose_files_were_moved_away_is_to_begin_anew(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = make_run(tmp_path / "run")
+    submit(run, "30", "train", label="main")
+    run.log_event("finished", "train", job_id="30", data={"label": "main"})
+    run.log_event("ended", "train", job_id="30")
+    assert status.status_of(run.root).training is not None
+    (run.root / "train").rename(run.root / "trained before")
+    run_status = status.status_of(run.root)
+    assert (run_status.state, run_status.training) == ("stopped", None)
+    assert run_status.words == "planned; nothing is at work: run the same command again to go on"
+
+
+def test_no_time_is_told_for_a_training_without_steps_left(tmp_path: Path, cluster: FakeSlurm) -> None:
+    run = new_run(tmp_path / "run")
+    submit(run, "30", "train")
+    log_steps(run, 10 * 20)
+    training = status.status_of(run.root).training
+    assert training is not None
+    assert training.left_s == 0
+    assert "of steps left" not in text_of(status.status_of(run.root))
+
+
 @pytest.mark.parametrize("is_saved", [False, True])
 def test_a_training_that_failed_is_shown_with_what_is_left_of_it(
     tmp_path: Path, cluster: FakeSlurm, is_saved: bool

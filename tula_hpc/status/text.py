@@ -230,7 +230,8 @@ def _progress(training: TrainingStatus) -> str:
         parts.append(f"B = {training.global_batch:,}")
     if training.step_time_s is not None:
         parts.append(f"{format_duration(training.step_time_s)} a step")
-    if training.left_s is not None:
+    # 0: all steps are done, and what follows is not known
+    if training.left_s:
         parts.append(f"about {format_duration(training.left_s)} of steps left")
     return ", ".join(parts)
 

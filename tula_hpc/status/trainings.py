@@ -58,15 +58,25 @@ class TrainingStatus(Record):
 
 
 def training_statuses(facts: Facts, jobs: Iterable[JobStatus]) -> dict[str, TrainingStatus]:
-    """Return every training that was submitted or left files, by label."""
+    """Return every training that was submitted or left files, by label.
+
+    Without those whose files were moved away, as a user does to train from the start.
+    """
     of_label: dict[str, list[JobStatus]] = {}
     for job in jobs:
         if job.stage == "train":
             of_label.setdefault(job.label, []).append(job)
+    labels = {label for label, own in of_label.items() if not _was_moved(facts, label, own)}
     return {
         label: _status(facts, label, of_label.get(label, []))
-        for label in sorted({*of_label, *facts.trainings})
+        for label in sorted(labels | facts.trainings.keys())
     }
+
+
+def _was_moved(facts: Facts, label: str, jobs: Sequence[JobStatus]) -> bool:
+    settled = (JobPhase.FINISHED, JobPhase.FAILED)
+    is_over = all(job.phase in settled for job in jobs)
+    return is_over and label not in facts.trainings and facts.history.has_left_files(label)
 
 
 def _status(facts: Facts, label: str, jobs: Sequence[JobStatus]) -> TrainingStatus:
