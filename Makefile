@@ -1,5 +1,5 @@
 # make demo      profile, plan, train and report on this machine, with real data and real DDP (about a minute)
-# make unit      run after every change the tests that start no processes (under two minutes on two cores)
+# make unit      run after every change the quick tests, which start no processes (about a minute on two cores)
 # make test      run every test that this machine can run, except for variations of other tests
 # make thorough  before a release, run these variations, and the tests that need the machine to themselves (minutes)
 # make gpu       on a GPU: its tests, checks of process groups, streams and memory, whole sweeps, the cost of the

@@ -99,7 +99,7 @@ def read_somehow(run: RunDirectory, name: str) -> None:
 
 @pytest.mark.parametrize("name", READERS)
 @given(data=st.data())
-@fuzz(30)
+@fuzz(15)
 def test_a_damaged_file_is_read_as_far_as_it_can_be_believed(run: RunDirectory, name: str, data: st.DataObject) -> None:
     good = (run.root / name).read_bytes()
     put(run.root / name, data.draw(damaged(name, good)))
@@ -204,7 +204,7 @@ ASKED: tuple[Callable[[], object], ...] = (
 
 
 @given(data=st.data())
-@fuzz(400)
+@fuzz(150)
 def test_whatever_slurm_prints_is_read_or_one_of_our_errors(data: st.DataObject) -> None:
     """Real answers with arbitrary changes are given to every function that asks."""
     printed = data.draw(st.sampled_from(SLURM_SAYS))

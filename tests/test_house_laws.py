@@ -93,6 +93,7 @@ def several_things(text: str) -> Iterator[str]:
             yield f"line {token.start[0]}: a comment behind code"
 
 
+@pytest.mark.processes
 def test_a_line_says_one_thing() -> None:
     found = {place(path): list(several_things(path.read_text())) for path in SOURCES}
     assert {name: lines for name, lines in found.items() if lines} == {}
@@ -114,6 +115,7 @@ def test_the_check_finds_what_it_forbids(text: str) -> None:
     assert list(places_that_look_into_events(text)) == [1]
 
 
+@pytest.mark.processes
 def test_only_records_look_into_events() -> None:
     """Other packages ask `RunHistory` what a run's events mean."""
     others = [path for path in SOURCES if path.parent.name != "records"]

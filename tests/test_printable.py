@@ -75,10 +75,10 @@ def test_a_terminal_of_any_encoding_shows_all_of_it(encoding: str, monkeypatch: 
     assert "txt.exe" in shown
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    """A run with such text in all of its records."""
-    run = make_run(tmp_path / "run", epochs_done=20)
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """A run with such text in all of its records; only a report is written into it."""
+    run = make_run(tmp_path_factory.mktemp("spoiled") / "run", epochs_done=20)
     run.log_event("submitted", "train", job_id="21", data={"folder": "slurm/train-1", "nodes": 4})
     run.log_event("failed", "train", job_id="21", failure=Failure.BUG, detail="x")
     assert spoil(run) > 100
@@ -209,6 +209,7 @@ def test_a_report_holds_no_control_characters(run: RunDirectory, capsys: pytest.
     assert r"\x1b]0;owned\x07" in page
 
 
+@pytest.mark.processes
 def test_a_figure_is_drawn_whatever_its_text() -> None:
     """XML cannot contain some of these characters."""
     from matplotlib.figure import Figure

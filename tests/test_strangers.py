@@ -279,6 +279,7 @@ def dangers(path: Path) -> Iterator[str]:
                 yield ast.unparse(node)
 
 
+@pytest.mark.processes
 def test_nothing_here_unpickles_or_evaluates() -> None:
     found = {str(path): list(dangers(path)) for path in PACKAGE.rglob("*.py")}
     assert {name: calls for name, calls in found.items() if calls} == {}

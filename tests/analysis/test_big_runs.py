@@ -303,11 +303,11 @@ def test_records_that_need_too_much_memory_are_refused(tmp_path: Path, monkeypat
     inside = ",".join(["[]"] * 200_000)
     line = f'{{"time":1.0,"event":"resumed","stage":"train","data":{{"lists":[{inside}]}}}}\n'
     with run.events_file.open("a") as file:
-        file.writelines([line] * 30)
+        file.writelines([line] * 8)
     monkeypatch.setattr(reading, "MAX_HELD_BYTES", 50 * MB)
 
     with pytest.raises(
-        RunDirectoryError, match=r"events\.jsonl: has 18\.\d MB; expected records that take at most 50 MB of memory"
+        RunDirectoryError, match=r"events\.jsonl: has 4\.8 MB; expected records that take at most 50 MB of memory"
     ):
         run.events()
 

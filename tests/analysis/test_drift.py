@@ -65,7 +65,7 @@ def windows_between_false_alarms(share_beyond: float) -> float:
 @pytest.mark.parametrize("share", [0.5, 0.45])
 def test_false_alarms_are_as_rare_as_stated(share: float) -> None:
     """The windows are independent, and this share of them lies beyond the edge; only the side of a window counts."""
-    rng, runs = random.Random(1), 60
+    rng, runs = random.Random(1), 30
     times = []
     for _ in range(runs):
         windows = (EDGE_S * (1.5 if rng.random() < share else 0.7) for _ in iter(int, 1))

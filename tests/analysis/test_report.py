@@ -106,6 +106,12 @@ class Written:
 
 
 @pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """A finished run without a report; read only."""
+    return make_run(tmp_path_factory.mktemp("ended") / "run")
+
+
+@pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Written:
     with pages_alone():
         return Written(tmp_path_factory.mktemp("report") / "run")
@@ -134,8 +140,9 @@ def no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write no PDF file either, where that does not matter."""
+    """Leave PDF and PNG files empty, where they do not matter."""
     monkeypatch.setattr("tula_hpc.analysis.figures.drawing.render_pdf", lambda *_: b"%PDF")
+    monkeypatch.setattr("tula_hpc.analysis.figures.drawing.Drawing.png", lambda _: b"")
 
 
 def test_a_folder_of_runs_is_no_run_whatever_they_are_called(
@@ -148,6 +155,7 @@ def test_a_folder_of_runs_is_no_run_whatever_they_are_called(
     assert {path.name for path in run.root.parent.iterdir()} == {"train"}
 
 
+@pytest.mark.processes
 def test_every_file_is_there_and_nothing_else(finished: Written) -> None:
     figures = {f"{name}.{suffix}" for name in FIGURES for suffix in ("svg", "png", "csv")}
     tables = {f"{kind}_scaling.{suffix}" for kind in ("strong", "weak") for suffix in ("txt", "tex")}
@@ -157,6 +165,7 @@ def test_every_file_is_there_and_nothing_else(finished: Written) -> None:
     assert finished.paths[0] == finished.run.report / "report.html"
 
 
+@pytest.mark.processes
 def test_the_pdf_has_a_page_for_the_answer_and_one_for_each_figure(printed: Written) -> None:
     content = (printed.run.report / "report.pdf").read_bytes()
     assert content.startswith(b"%PDF")
@@ -167,6 +176,7 @@ def test_the_pdf_has_a_page_for_the_answer_and_one_for_each_figure(printed: Writ
     assert max(heights) < 842.5
 
 
+@pytest.mark.processes
 def test_what_decides_stands_before_a_line_and_what_is_for_studying_behind_it(finished: Written) -> None:
     deciding, line, studying = finished.html.partition('<h2 class="line"')
     assert line
@@ -201,17 +211,20 @@ def inline_svgs(page: str) -> list[str]:
     return re.findall(r"<svg\b.*?</svg>", page, re.DOTALL)
 
 
+@pytest.mark.processes
 def test_every_svg_is_well_formed(finished: Written) -> None:
     files = [finished.run.report / f"{name}.svg" for name in FIGURES]
     assert {ElementTree.parse(file).getroot().tag for file in files} == {"{http://www.w3.org/2000/svg}svg"}  # noqa: S314 - ours
 
 
+@pytest.mark.processes
 def test_every_png_is_150_dpi(printed: Written) -> None:
     heads = [(printed.run.report / f"{name}.png").read_bytes()[:20] for name in DECIDING]
     # 5.4 inches
     assert {(head[:4], head[16:]) for head in heads} == {(b"\x89PNG", (810).to_bytes(4, "big"))}
 
 
+@pytest.mark.processes
 def test_inline_svgs_share_no_ids_and_ask_for_nothing(finished: Written) -> None:
     seen: set[str] = set()
     for name, text in zip(FIGURES, inline_svgs(finished.html), strict=True):
@@ -224,12 +237,14 @@ def test_inline_svgs_share_no_ids_and_ask_for_nothing(finished: Written) -> None
         assert "title" not in {identifier.removeprefix(f"{name}-") for identifier in ids}
 
 
+@pytest.mark.processes
 def test_inline_svgs_follow_the_pages_colours(finished: Written) -> None:
     for text in inline_svgs(finished.html):
         assert "var(--ink)" in text
         assert not any(colour.light in text for colour in COLOURS)
 
 
+@pytest.mark.processes
 def test_the_page_is_well_formed_and_self_contained(finished: Written) -> None:
     page = finished.page
     assert page.requests == ["data:,"]
@@ -238,6 +253,7 @@ def test_the_page_is_well_formed_and_self_contained(finished: Written) -> None:
     assert "script" not in page.tags
 
 
+@pytest.mark.processes
 def test_the_page_says_what_to_do_and_what_came_of_it(finished: Written) -> None:
     words = finished.page.words
     assert "Trained on 4 nodes with global batch 1,024 (256 samples for each of 4 workers)." in words
@@ -371,8 +387,8 @@ def test_a_failed_write_leaves_the_old_report(tmp_path: Path, monkeypatch: pytes
     assert not [path for path in run.report.iterdir() if path.name.startswith(".")]
 
 
-def test_summary_rows_are_the_chosen_one_and_its_neighbours(finished: Written) -> None:
-    made, measured = finished.run.read_plan(), finished.run.measurements().records
+def test_summary_rows_are_the_chosen_one_and_its_neighbours(ended: RunDirectory) -> None:
+    made, measured = ended.read_plan(), ended.measurements().records
     rows = summary_rows(made, measured, None)
     chosen = made.chosen.configuration
     assert [row.candidate.configuration for row in rows] == [
@@ -512,8 +528,8 @@ def test_the_report_says_what_the_plan_says(tmp_path: Path) -> None:
     assert "Without objective.budget, N=1 would be chosen." in words
 
 
-def test_steps_outside_of_their_interval_come_first_under_how_sure(finished: Written) -> None:
-    contents = read_run(finished.run)
+def test_steps_outside_of_their_interval_come_first_under_how_sure(ended: RunDirectory) -> None:
+    contents = read_run(ended)
     (training,) = contents.trainings
     assert contents.plan is not None
     _, low, high = contents.plan.chosen.predicted("epoch_time_s")
@@ -528,8 +544,8 @@ def test_steps_outside_of_their_interval_come_first_under_how_sure(finished: Wri
         assert ("its median epoch was" in " ".join(sections["What it took"])) == (not way)
 
 
-def test_the_answer_says_that_the_prediction_is_compared_with_the_median_epoch(finished: Written) -> None:
-    contents = read_run(finished.run)
+def test_the_answer_says_that_the_prediction_is_compared_with_the_median_epoch(ended: RunDirectory) -> None:
+    contents = read_run(ended)
     (training,) = contents.trainings
     assert training.result is not None
     assert training.epoch_time_s is not None
@@ -605,10 +621,10 @@ def test_damaged_accounting_leaves_the_rest_of_the_report(tmp_path: Path) -> Non
     assert "The training's steps (ags) took" in text
 
 
-def test_the_error_of_a_trained_configuration_is_that_of_its_training(finished: Written) -> None:
+def test_the_error_of_a_trained_configuration_is_that_of_its_training(ended: RunDirectory) -> None:
     """The error is not that of the profile to which the model was fitted, whether there is a profile or not."""
-    made, measured = finished.run.read_plan(), finished.run.measurements().records
-    result = TrainResult.model_validate_json(finished.run.train().result_file.read_bytes())
+    made, measured = ended.read_plan(), ended.measurements().records
+    result = TrainResult.model_validate_json(ended.train().result_file.read_bytes())
     for rows in (measured, []):
         chosen, *others = summary_rows(made, rows, result, 12.5)
         assert others == summary_rows(made, rows, None)[1:]
@@ -617,9 +633,9 @@ def test_the_error_of_a_trained_configuration_is_that_of_its_training(finished: 
         assert cells[3] == f"{in_comparison(12.5 / made.chosen.epoch_time_s)}\nin training"
 
 
-def test_a_training_counts_only_where_it_ran(finished: Written) -> None:
-    made, measured = finished.run.read_plan(), finished.run.measurements().records
-    result = TrainResult.model_validate_json(finished.run.train().result_file.read_bytes())
+def test_a_training_counts_only_where_it_ran(ended: RunDirectory) -> None:
+    made, measured = ended.read_plan(), ended.measurements().records
+    result = TrainResult.model_validate_json(ended.train().result_file.read_bytes())
     rows = summary_rows(made, measured, result, 12.5)
     assert [row.result for row in rows] == [result, *[None] * (len(rows) - 1)]
     assert [row.trained_epoch_s for row in rows] == [12.5, *[None] * (len(rows) - 1)]
@@ -697,9 +713,9 @@ def test_a_training_that_diverged_is_a_warning(
     ("loss", "diverged", "is_said"), [(0.5, False, False), (None, False, True), (None, True, False)]
 )
 def test_a_test_loss_that_is_not_finite_is_a_warning(
-    finished: Written, loss: float | None, diverged: bool, is_said: bool
+    ended: RunDirectory, loss: float | None, diverged: bool, is_said: bool
 ) -> None:
-    contents = read_run(finished.run)
+    contents = read_run(ended)
     (training,) = contents.trainings
     assert training.result is not None
     assert contents.sweep is not None
@@ -711,8 +727,8 @@ def test_a_test_loss_that_is_not_finite_is_a_warning(
 
 
 @pytest.mark.parametrize("accuracy", [0.5, None])
-def test_why_a_script_has_no_score_is_a_warning(finished: Written, accuracy: float | None) -> None:
-    contents = read_run(finished.run)
+def test_why_a_script_has_no_score_is_a_warning(ended: RunDirectory, accuracy: float | None) -> None:
+    contents = read_run(ended)
     script = {"script": Path("/gone/train.py"), "metric": "acc (?P<test_accuracy>.*)"}
     assert contents.sweep is not None
     workload = contents.sweep.workload.model_copy(update=script)
@@ -735,8 +751,8 @@ def test_repeated_measurements_count_by_their_median() -> None:
     assert rows[0].measured_epoch_s == pytest.approx(50_000 // 32 * middle)
 
 
-def test_profiling_cost_is_node_seconds(finished: Written) -> None:
-    contents = read_run(finished.run)
+def test_profiling_cost_is_node_seconds(ended: RunDirectory) -> None:
+    contents = read_run(ended)
     total = sum(item.elapsed_s * item.nodes for item in contents.measurements)
     assert dict(how_measured(contents))["cost of profiling"].startswith(f"{round(total):,} node-seconds")
 
@@ -823,7 +839,7 @@ def test_a_note_about_a_partition_that_a_training_has_outdated_is_left_out(tmp_p
     assert not any("checkpoint" in sentence for sentence in assumptions(read_run(run)))
 
 
-def test_a_training_that_fell_back_says_so(finished: Written, tmp_path: Path) -> None:
+def test_a_training_that_fell_back_says_so(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     result = json.loads(run.train().result_file.read_text()) | {"global_batch": 512, "local_batch": 128, "restarts": 3}
     run.train().result_file.write_text(json.dumps(result))
@@ -832,11 +848,11 @@ def test_a_training_that_fell_back_says_so(finished: Written, tmp_path: Path) ->
     assert "resumed 3 times" in text
 
 
-def test_epochs_with_another_batch_do_not_count_for_the_time_in_training(finished: Written) -> None:
+def test_epochs_with_another_batch_do_not_count_for_the_time_in_training(ended: RunDirectory) -> None:
     def lasting(seconds: float, batch: int, workers: int = 4) -> EpochMetrics:
         return one.model_copy(update={"epoch_time_s": seconds, "global_batch": batch, "workers": workers})
 
-    one = read_run(finished.run).trainings[0].metrics.epochs[0]
+    one = read_run(ended).trainings[0].metrics.epochs[0]
     first, changed, last = [lasting(17.0, 1024)] * 13, lasting(18.0, 512), [lasting(20.0, 512)] * 3
     assert median_epoch_s(first) == 17.0
     assert median_epoch_s([*first, changed, *last]) == 20.0

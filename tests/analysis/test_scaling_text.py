@@ -153,6 +153,7 @@ def test_the_page_has_the_tables_and_links_to_their_files_and_none_of_an_earlier
     assert [path.name for path in run.report.glob("strong_scaling*")] == []
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("case", ["one size", "one candidate", "no inputs"])
 @pytest.mark.usefixtures("no_drawings")
 def test_a_report_is_written_where_there_is_little_to_scale(tmp_path: Path, case: str) -> None:

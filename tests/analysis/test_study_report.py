@@ -15,6 +15,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.patches import Rectangle
 from matplotlib.transforms import Bbox
 
+from tests.run_factory import pages_alone
 from tests.study_factory import SWEEP, accuracy, make_study
 from tula_hpc.analysis.figures.drawing import Drawing, Missing
 from tula_hpc.analysis.figures.study.accuracy import (
@@ -45,7 +46,8 @@ from tula_hpc.records import Metrics, RunDirectory, StepMetrics, TunedRates
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     made = make_study(tmp_path_factory.mktemp("study") / "run")
-    write_study_report(made)
+    with pages_alone():
+        write_study_report(made)
     return made
 
 
@@ -301,8 +303,8 @@ def test_the_curves_are_of_the_studys_metric(tmp_path: Path) -> None:
     assert {row[3] for row in drawn.table.rows} == {90.0}
 
 
-def test_curves_of_a_single_epoch_are_seen(tmp_path: Path) -> None:
-    contents = read_study(make_study(tmp_path / "run"))
+def test_curves_of_a_single_epoch_are_seen(run: RunDirectory) -> None:
+    contents = read_study(run)
     short = {cell: metrics._replace(epochs=metrics.epochs[-1:]) for cell, metrics in contents.metrics.items()}
     drawn = draw_study_epochs(contents._replace(metrics=short), make_table(contents.study, contents.outcomes))
     assert isinstance(drawn, Drawing)
@@ -346,7 +348,7 @@ def test_the_table_frames_what_its_title_counts_and_explains_its_marks(tmp_path:
     assert any(text.get_text().startswith("back: ") for text in axes.texts)
 
 
-@pytest.mark.parametrize("count", [1, 4, 5, 13])
+@pytest.mark.parametrize("count", [4, *(pytest.param(count, marks=pytest.mark.processes) for count in (1, 5, 13))])
 def test_what_cells_of_the_table_say_stays_in_them(tmp_path: Path, count: int) -> None:
     batches = [256 * 2**number for number in range(count)]
     seeds = {"seeds": [0, 1, 2, 3], "small_batch": 128}
@@ -372,7 +374,9 @@ def test_what_cells_of_the_table_say_stays_in_them(tmp_path: Path, count: int) -
         assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
 
 
-@pytest.mark.parametrize("small", [0.70, 0.72, 0.745, 0.76])
+@pytest.mark.parametrize(
+    "small", [0.72, *(pytest.param(it, marks=pytest.mark.processes) for it in (0.70, 0.745, 0.76))]
+)
 def test_names_of_methods_lie_neither_on_the_small_batchs_line_nor_on_its_words(tmp_path: Path, small: float) -> None:
     def outcome(cell: StudyCell) -> float:
         return small if cell.batch == 128 else 0.7 + 0.01 * len(cell.column)
@@ -390,7 +394,12 @@ def test_names_of_methods_lie_neither_on_the_small_batchs_line_nor_on_its_words(
 
 
 @pytest.mark.parametrize(
-    ("columns", "long", "at_lines"), [(8, "", True), (9, "", False), (4, "-of-a-long-name", False)]
+    ("columns", "long", "at_lines"),
+    [
+        pytest.param(8, "", True, marks=pytest.mark.processes),
+        pytest.param(9, "", False, marks=pytest.mark.processes),
+        (4, "-of-a-long-name", False),
+    ],
 )
 def test_methods_are_named_in_a_legend_where_line_ends_have_no_room(
     tmp_path: Path, columns: int, long: str, at_lines: bool
@@ -407,7 +416,7 @@ def test_methods_are_named_in_a_legend_where_line_ends_have_no_room(
     assert set(named) >= {"lbt", *variants}
 
 
-@pytest.mark.parametrize("count", [3, 9])
+@pytest.mark.parametrize("count", [3, pytest.param(9, marks=pytest.mark.processes)])
 def test_many_batches_are_named_in_a_legend_with_the_thresholds(tmp_path: Path, count: int) -> None:
     batches = [256 * 2**place for place in range(count)]
     variants = {f"d{delta}": {"training": {"method": "ags", "delta": delta}} for delta in (0.1, 0.4, 2.0)}
@@ -466,9 +475,9 @@ def test_the_scale_used_is_1_where_the_gate_left_the_gradient_alone() -> None:
 
 
 @pytest.mark.parametrize(("largest", "scale"), [(3.0, "linear"), (300.0, "log")])
-def test_factors_of_several_sizes_are_drawn_by_their_logarithms(tmp_path: Path, largest: float, scale: str) -> None:
+def test_factors_of_several_sizes_are_drawn_by_their_logarithms(run: RunDirectory, largest: float, scale: str) -> None:
     """With a logarithmic axis the areas of all methods are equally large and can be seen."""
-    contents = read_study(make_study(tmp_path / "run"))
+    contents = read_study(run)
     table = make_table(contents.study, contents.outcomes)
     factors = np.geomspace(1.5, largest, 50)
     with mock.patch("tula_hpc.analysis.figures.study.scales.used_scales", return_value=factors):

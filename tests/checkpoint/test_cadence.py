@@ -139,7 +139,7 @@ def test_a_save_that_was_waited_for_says_nothing_about_one_that_is_not() -> None
     assert cadence.cost_s is None
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     times_s=st.tuples(st.floats(0.05, 20.0), st.floats(0.0, 30.0)),
     slower=st.floats(1.0, 2.0),

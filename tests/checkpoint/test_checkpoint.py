@@ -27,6 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.fuzzing import fuzz
 from tula_hpc import files
 from tula_hpc.checkpoint import store as checkpoint
 from tula_hpc.checkpoint.store import CheckpointStore, load_model
@@ -110,6 +111,7 @@ values = st.recursive(
 )
 
 
+@fuzz(8)
 @given(st.dictionaries(st.text(), values, max_size=4))
 def test_accepted_states_come_back_the_same(state: dict[str, Any]) -> None:
     checkpoint._check_storable(state, "state")

@@ -651,7 +651,7 @@ values = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4), max_leaves=12
 )
 tables = st.dictionaries(keys, values | st.dictionaries(keys, values, max_size=4), max_size=6)
-fuzz = examples(60)
+fuzz = examples(30)
 
 
 def load_anything(load: Load, content: bytes, overrides: Sequence[str] = ()) -> None:

@@ -212,6 +212,7 @@ def test_loading_leaves_the_random_numbers_of_others_alone() -> None:
     assert random_state() == before
 
 
+@pytest.mark.processes
 def test_loader_processes_yield_what_this_process_would() -> None:
     """Over three epochs the processes persist, and learn of a new epoch only by the keys."""
     several = loader(Noise(12), loader_workers=2)
@@ -259,7 +260,7 @@ class _Broken(Noise):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("loader_workers", [0, 1])
+@pytest.mark.parametrize("loader_workers", [0, pytest.param(1, marks=pytest.mark.processes)])
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
@@ -282,7 +283,7 @@ def test_an_item_that_is_none_is_named_as_that() -> None:
         NamedItems(data, "training", classes=2).items([0, 1])
 
 
-@pytest.mark.parametrize("loader_workers", [0, 1])
+@pytest.mark.parametrize("loader_workers", [0, pytest.param(1, marks=pytest.mark.processes)])
 def test_a_label_of_no_class_is_reported_with_its_item(loader_workers: int) -> None:
     several = loader(Noise(12), loader_workers=loader_workers, classes=7)
     with pytest.raises(
@@ -299,7 +300,7 @@ class _Uneven(Noise):
         return torch.zeros(3 + (index == 5)), index
 
 
-@pytest.mark.parametrize("loader_workers", [0, 1])
+@pytest.mark.parametrize("loader_workers", [0, pytest.param(1, marks=pytest.mark.processes)])
 def test_items_that_make_no_batch_are_named(loader_workers: int) -> None:
     message = (
         r"^workload\.dataset: has items (5 and \d+|\d+ and 5) in the training set that cannot be put into one batch"
@@ -314,6 +315,7 @@ class _Killed(Noise):
         return torch.zeros(3), index
 
 
+@pytest.mark.processes
 def test_a_loader_process_that_was_killed_is_reported() -> None:
     with pytest.raises(DataError, match="a loader process was killed, perhaps for lack of memory"):
         take(loader(_Killed(12), loader_workers=1), 1)
@@ -324,7 +326,7 @@ class _Absent(Noise):
         raise OSError(errno.ESTALE, "Stale file handle")
 
 
-@pytest.mark.parametrize("loader_workers", [0, 1])
+@pytest.mark.parametrize("loader_workers", [0, pytest.param(1, marks=pytest.mark.processes)])
 def test_a_file_system_that_fails_is_no_mistake(loader_workers: int) -> None:
     """Another attempt may succeed, so the user is not asked to correct anything."""
     with pytest.raises(DataError, match=r"^item \d+ of the training set cannot be read: OSError: .*Stale"):

@@ -152,13 +152,13 @@ def test_workers_that_start_together_list_once(root: Path, listed: list[str]) ->
 
 
 def test_a_folder_that_others_may_write_to_is_not_believed(
-    tmp_path: Path, root: Path, cache: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, root: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     read_tree(root)
     cache.chmod(0o775)
     (listing,) = cache.glob("*.listing")
     read_tree(root)
-    assert f"cannot be kept in {cache}: others may write to it; chmod go-w it" in caplog.text
+    assert f"cannot be kept in {cache}: others may write to it; chmod go-w it" in capsys.readouterr().err
     assert cache.stat().st_mode & 0o777 == 0o775
     (other,) = tmp_path.glob(f"temporary/*/{listing.name}")
     assert other.parent.stat().st_mode & 0o777 == 0o700

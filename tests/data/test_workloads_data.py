@@ -551,7 +551,7 @@ def test_imagenet_is_train_and_val(tmp_path: Path) -> None:
     ("dataset", "folder", "background", "classes"),
     [
         ("caltech101", "101_ObjectCategories", "BACKGROUND_Google", 101),
-        ("caltech256", "256_ObjectCategories", "257.clutter", 256),
+        pytest.param("caltech256", "256_ObjectCategories", "257.clutter", 256, marks=pytest.mark.processes),
     ],
 )
 def test_caltech_is_split_by_class(tmp_path: Path, dataset: str, folder: str, background: str, classes: int) -> None:

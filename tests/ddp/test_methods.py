@@ -89,7 +89,9 @@ def moves(spec: SweepSpec, factor: float = 1.0) -> dict[str, Tensor]:
 
 
 # methods that tests/ddp/test_worker.py does not cover
-@pytest.mark.parametrize("method", ["lars", "lamb", "adascale"])
+@pytest.mark.parametrize(
+    "method", [*(pytest.param(it, marks=pytest.mark.processes) for it in ("lars", "lamb")), "adascale"]
+)
 def test_a_few_steps_learn(method: str) -> None:
     losses = train(new_worker(method, base_batch=16, small_batch=16), 12)
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
@@ -145,6 +147,7 @@ def test_norms_and_biases_are_all_but_the_weights() -> None:
 # LARS and LAMB
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("method", "plain"), [("lars", "sgd"), ("lamb", "adamw")])
 @pytest.mark.parametrize("decay", [0.0, 5e-4])
 def test_layer_wise_rates_depend_on_the_weights_norm_not_on_the_gradients(
@@ -163,6 +166,7 @@ def test_layer_wise_rates_depend_on_the_weights_norm_not_on_the_gradients(
         torch.testing.assert_close(small[name], biases[name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("method", "plain"), [("lars", "sgd"), ("lamb", "adamw")])
 def test_layer_wise_optimizers_hold_the_states_that_memory_is_estimated_for(method: str, plain: str) -> None:
     sizes = []
@@ -176,6 +180,7 @@ def test_layer_wise_optimizers_hold_the_states_that_memory_is_estimated_for(meth
     assert sizes[0] == sizes[1] > 0
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("method", ["lars", "lamb"])
 def test_a_resumed_layer_wise_run_goes_on_bit_for_bit(method: str) -> None:
     whole, half = new_worker(method), new_worker(method)
@@ -207,6 +212,7 @@ def test_only_layer_wise_methods_need_timm(monkeypatch: pytest.MonkeyPatch) -> N
     assert not any(name and name.startswith("timm") for name in names)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("plain", ["sgd", "adamw"])
 def test_scaling_goes_around_layer_wise_rates_where_a_factor_on_the_gradient_would_cancel_out(plain: str) -> None:
     from timm.optim.lamb import Lamb
@@ -222,6 +228,7 @@ def test_scaling_goes_around_layer_wise_rates_where_a_factor_on_the_gradient_wou
         assert with_workload(sweep(method, layer_wise=True), optimizer=plain).scale_applies_to == "update"
 
 
+@pytest.mark.processes
 def test_a_reference_pass_gives_each_parameter_its_own_factor_where_groups_change_their_order() -> None:
     factors = []
     for layer_wise in (False, True):

@@ -69,12 +69,12 @@ def sweep(method: str = "ags", **workload: object) -> SweepSpec:
     ("method", "workload"),
     [
         ("ags", {}),
-        ("static", {}),
-        ("lbt", {}),
-        ("ags", {"precision": "bf16"}),
-        ("ags", {"optimizer": "adamw", "lr": 1e-3}),
+        pytest.param("static", {}, marks=pytest.mark.processes),
+        pytest.param("lbt", {}, marks=pytest.mark.processes),
+        pytest.param("ags", {"precision": "bf16"}, marks=pytest.mark.processes),
+        pytest.param("ags", {"optimizer": "adamw", "lr": 1e-3}, marks=pytest.mark.processes),
         ("static", {"optimizer": "adamw", "lr": 1e-3}),
-        ("ags", {"channels_last": True}),
+        pytest.param("ags", {"channels_last": True}, marks=pytest.mark.processes),
     ],
 )
 def test_a_few_steps_learn_with_every_method_and_option(method: str, workload: dict[str, object]) -> None:
@@ -279,6 +279,7 @@ def test_a_profile_changes_no_weight() -> None:
     assert all(torch.equal(old, new) for old, new in zip(before, worker.parameters, strict=True))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "training", [{}, {"reference": "pass"}, {"method": "static", "static_scale": 1e9, "gate": "none"}]
 )
@@ -301,6 +302,7 @@ def test_timing_the_optimizer_lets_no_gradient_grow(
     assert all(0.0 < norm < 100.0 for norm in looked_at)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("overflows", [0, 9])
 def test_timed_steps_have_factors_however_late_gradients_no_longer_overflow(
     monkeypatch: pytest.MonkeyPatch, overflows: int
@@ -350,6 +352,7 @@ def test_a_gradient_of_fewer_samples_has_the_loss_scale_of_each_in_a_step(sample
     torch.testing.assert_close(found, expected, rtol=0.1, atol=1e-3)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("method", ["ags", "adascale"])
 def test_a_lone_worker_with_batchnorm_is_measured_with_the_passes_that_it_takes(method: str) -> None:
     """This holds although norms are free otherwise; without BatchNorm there is no such pass to time."""

@@ -88,7 +88,9 @@ def assert_unbiased(draws: Tensor, truth: Tensor) -> None:
     assert (error < 4 * draws.std(0) / math.sqrt(len(draws))).all()
 
 
-@pytest.mark.parametrize(("samples", "count"), [(7, 2), (12, 4)], ids=["unequal", "quarters"])
+@pytest.mark.parametrize(
+    ("samples", "count"), [(7, 2), pytest.param(12, 4, marks=pytest.mark.processes)], ids=["unequal", "quarters"]
+)
 def test_squares_signal_and_noise_are_unbiased_for_every_tensor(samples: int, count: int) -> None:
     model, small, large, effective = draw(samples, count)
     square, trace = model.truth()
@@ -323,6 +325,7 @@ def test_a_batch_that_cannot_be_divided_keeps_it_too() -> None:
     assert not worker_of(PERCEPTRON, 1).norms.are_given
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("model", "updates"), [(PERCEPTRON, False), (WITH_BATCHNORM, True)])
 def test_a_profile_times_an_update_only_where_it_takes_a_pass(model: str, updates: bool) -> None:
     workload = {"model": model, "dataset": "digits", "loader_workers": 0}

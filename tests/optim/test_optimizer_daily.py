@@ -416,6 +416,7 @@ def test_channels_last_trains_the_same_and_stays_so(
     torch.testing.assert_close(results[0], results[1])
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not is_dynamo_supported(), reason="torch.compile does not know this Python yet")
 def test_a_compiled_model_trains_as_the_plain_one() -> None:
     """No code is generated, because that takes a minute and leads to the same gradients."""
@@ -431,6 +432,7 @@ def test_a_compiled_model_trains_as_the_plain_one() -> None:
     torch.testing.assert_close(weights(plain), weights(model), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not is_dynamo_supported(), reason="torch.compile does not know this Python yet")
 def test_a_compiled_step_is_the_plain_one() -> None:
     """The optimizer itself is not compiled."""

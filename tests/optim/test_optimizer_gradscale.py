@@ -33,7 +33,7 @@ def present(optimizer: TulaOptimizer) -> list[Tensor]:
 
 @pytest.mark.parametrize("granularity", ["element", "tensor"])
 @given(values=pairs, s_min=st.floats(0, 1), s_max=st.floats(1, 100) | st.none())
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_factors_lie_within_the_bounds_whatever_the_gradients(
     granularity: str, values: list[tuple[float, float]], s_min: float, s_max: float | None
 ) -> None:

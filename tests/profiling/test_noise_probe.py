@@ -64,6 +64,7 @@ def test_the_estimate_is_near_the_truth_of_the_whole_data_set(monkeypatch: pytes
     assert found.samples == 60 * 64
 
 
+@pytest.mark.processes
 def test_a_profile_has_it_and_the_plan_can_read_it() -> None:
     measured = [measure(sweep(), ClusterSpec(), Configuration(1, 1, batch), ALONE) for batch in (64, 128)]
     assert all(m.noise_scale > 0 and len(m.noise_terms) == noise_probe.PASSES for m in measured)

@@ -68,6 +68,7 @@ def test_parameters_states_and_gradients_are_counted_as_they_are() -> None:
     assert plain.optimizer == 0
 
 
+@pytest.mark.processes
 def test_states_are_divided_under_zero() -> None:
     whole, half, eighth = counts(world=1), counts(world=2, zero_stage=1), counts(world=8, zero_stage=1)
     assert whole.optimizer > half.optimizer >= eighth.optimizer
@@ -81,6 +82,7 @@ def test_several_workers_keep_their_gradients_through_the_whole_step() -> None:
     assert several.per_sample == pytest.approx(alone.per_sample, rel=1e-4)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("option", "smallest", "largest"),
     [
@@ -104,7 +106,7 @@ def test_dropout_keeps_a_smaller_mask_on_cuda() -> None:
     assert cuda.per_sample < 0.9 * cpu.per_sample
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.processes)])
 def test_an_estimate_grows_with_the_batch_and_says_what_fits(device: str) -> None:
     open_ended = estimate_footprint(sweep(), ClusterSpec.model_validate({"device": device}))
     batches, peaks = list(open_ended.peaks), list(open_ended.peaks.values())
@@ -125,6 +127,7 @@ def test_an_estimate_grows_with_the_batch_and_says_what_fits(device: str) -> Non
     assert tiny.parameter_bytes + other_bytes < tiny.before_batch_bytes < peaks[0] + other_bytes
 
 
+@pytest.mark.processes
 def test_a_lone_worker_may_have_to_take_passes_for_norms_that_are_free_elsewhere() -> None:
     alone = sweep().model_copy(update={"search": sweep().search.model_copy(update={"cluster_sizes": (1, 2)})})
     found = [estimate_footprint(spec, ClusterSpec()) for spec in (alone, sweep())]
@@ -197,6 +200,7 @@ memory_gb = 64.0
 """
 
 
+@pytest.mark.processes
 def test_each_partition_has_its_table_and_a_record_is_of_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

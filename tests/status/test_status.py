@@ -1472,10 +1472,10 @@ def _keys(model: type[BaseModel]) -> Iterator[str]:
                 yield from _keys(inner)
 
 
-def test_thousands_of_jobs_fit_a_screen(tmp_path: Path, cluster: FakeSlurm) -> None:
+def test_a_thousand_jobs_fit_a_screen(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = new_run(tmp_path / "run")
     common = {"time": time.time(), "stage": "profile"}
-    events = [Event(event="submitted", job_id=f"7_{number}", **common) for number in range(2000)]
+    events = [Event(event="submitted", job_id=f"7_{number}", **common) for number in range(1000)]
     cluster.jobs = {event.job_id: ("PENDING", f"Reason{number % 20}") for number, event in enumerate(events)}
     for number in range(100):
         bad = {"failure": Failure.BUG, "detail": "\x1b[31m" + "word " * 50}
@@ -1487,7 +1487,7 @@ def test_thousands_of_jobs_fit_a_screen(tmp_path: Path, cluster: FakeSlurm) -> N
     assert len(text.splitlines()) <= 45
     assert all(len(line) <= 100 for line in text.splitlines() if "log:" not in line)
     assert "\x1b" not in text
-    assert len(run_status.jobs) == 2100
+    assert len(run_status.jobs) == 1100
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,7 @@ def weights(run: RunDirectory) -> dict[str, Tensor]:
     return model
 
 
+@pytest.mark.processes
 def test_a_wrong_prediction_is_reported_once_with_its_size_and_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,11 +118,13 @@ def test_a_wrong_prediction_is_reported_once_with_its_size_and_part(
     assert (drift.configuration, drift.part) == (CONFIGURATION, "compute")
 
 
+@pytest.mark.processes
 def test_a_training_that_is_faster_than_predicted_says_so_too(tmp_path: Path) -> None:
     (event,) = train(prepared(tmp_path, step_time_s=50.0))
     assert event.data["ratio"] < 0.1
 
 
+@pytest.mark.processes
 def test_looking_into_a_drift_changes_no_bit_of_the_training(tmp_path: Path) -> None:
     watched, alone = prepared(tmp_path / "watched", 1e-5), prepared(tmp_path / "alone", None)
     spec = sweep(WITH_BATCHNORM)
@@ -134,11 +137,13 @@ def test_looking_into_a_drift_changes_no_bit_of_the_training(tmp_path: Path) -> 
     assert losses[0] == losses[1]
 
 
+@pytest.mark.processes
 def test_without_a_plan_or_switched_off_nothing_is_watched(tmp_path: Path) -> None:
     assert train(prepared(tmp_path / "none", None)) == []
     assert train(prepared(tmp_path / "off", 1e-5), sweep(drift=False)) == []
 
 
+@pytest.mark.processes
 def test_an_episode_from_before_a_restart_is_not_reported_again_and_can_end(tmp_path: Path) -> None:
     still, over = prepared(tmp_path / "still", 1e-5), prepared(tmp_path / "over", 50.0)
     for run in (still, over):

@@ -138,9 +138,9 @@ def end(run: RunDirectory) -> tuple[TrainResult, dict[str, Any]]:
     ("spec", "strike_at"),
     [
         pytest.param(PLAIN, 2, id="of the first epoch"),
-        pytest.param(OWN, 2, id="of a model with a state of its own"),
-        pytest.param(PLAIN, BATCHES + 2, id="of the last epoch"),
-        pytest.param(STUDY, 2 * BATCHES + 2, id="of training samples, in a study"),
+        pytest.param(OWN, 2, id="of a model with a state of its own", marks=pytest.mark.processes),
+        pytest.param(PLAIN, BATCHES + 2, id="of the last epoch", marks=pytest.mark.processes),
+        pytest.param(STUDY, 2 * BATCHES + 2, id="of training samples, in a study", marks=pytest.mark.processes),
     ],
 )
 def test_a_stop_in_mid_evaluation_loses_nothing(tmp_path: Path, spec: SweepSpec, strike_at: int) -> None:

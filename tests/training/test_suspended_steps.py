@@ -16,6 +16,7 @@ from tula_hpc.ddp.agreement import Agreement
 from tula_hpc.ddp.worker import Worker
 
 PAUSE_S = 2.0
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(autouse=True)

@@ -45,7 +45,7 @@ def step(model: nn.Module) -> list[Tensor]:
     return [loss.detach(), torch.rand(3), *gradients, *model.buffers()]
 
 
-@pytest.mark.parametrize("name", [*MODELS, COMPACT])
+@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.processes) for name in MODELS), COMPACT])
 def test_a_step_is_the_same_bit_for_bit(name: str) -> None:
     plain, checkpointed = (step(model_of(name, checkpointed=on)) for on in (False, True))
     assert len(plain) == len(checkpointed)
@@ -102,6 +102,7 @@ def layers(classes: int, image_size: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 1), *body, nn.Flatten(), nn.Linear(8 * image_size**2, classes))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["blocks", "layers"])
 def test_less_is_kept_for_the_backward_pass(name: str) -> None:
     shapes, model = Shapes.of_images(SIZE, CLASSES), f"{__name__}:{name}"

@@ -129,6 +129,7 @@ def test_a_metric_is_reported_as_accuracy(tmp_path: Path, monkeypatch: pytest.Mo
     assert result.test_top5_accuracy is None
 
 
+@pytest.mark.processes
 def test_a_stopped_training_ends_with_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = sweep(REGRESSION)
     whole = train(tmp_path / "whole", spec, monkeypatch)

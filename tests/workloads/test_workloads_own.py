@@ -35,6 +35,7 @@ def accuracy(workload: Workload) -> float:
     return float(sum(right) / len(right))
 
 
+@pytest.mark.processes
 def test_the_example_trains() -> None:
     workload = build_workload(WorkloadSpec(model=MODEL, dataset=DATASET))
     assert (workload.classes, workload.image_size) == (4, 16)

@@ -167,7 +167,7 @@ def evaluations(**trained: Any) -> dict[str, float]:
     rows = [
         row.model_copy(update={"partition": name, "times": times(*row.configuration[::2], compute_time_s=compute_s)})
         for name, compute_s in (("old", 0.5), ("new", 0.1))
-        for row in grid()
+        for row in grid((1, 2), (64, 128, 512))
     ]
     parts = cluster(partitions=[{"partition": "old"}, {"partition": "new"}])
     plan = make_plan(sweep("time", workload={"epochs": 5, "dataset": "synthetic"}), parts, rows, **trained)

@@ -17,7 +17,7 @@ from tula_hpc.records import Measurement
 
 MIB = 1024**2
 BATCHES = np.array([8.0, 16.0, 32.0, 64.0, 128.0])
-laws = settings(max_examples=40)
+laws = settings(max_examples=20)
 fixed_bytes = st.integers(1 * MIB, 10**11)
 sample_bytes = st.integers(1024, 10**9)
 

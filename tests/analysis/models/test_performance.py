@@ -19,7 +19,7 @@ from tula_hpc.analysis.models.step_time_law import FORMS, Law, Linearization, Ro
 
 NODES, BATCH = (column.ravel() for column in np.meshgrid([1.0, 2.0, 4.0, 8.0], [8.0, 32.0, 128.0, 512.0]))
 FORM_NAMES: list[FormName] = ["ring", "double_tree", "tree", "parameter_server", "reduce_scatter_all_gather"]
-laws = fuzz(8)
+laws = fuzz(5)
 
 
 class Truth(NamedTuple):
@@ -211,7 +211,7 @@ def test_covariance_says_which_points_are_unsure_together() -> None:
 
 # a collective whose time grows with every worker is used only if asked for, or seen at two sizes
 @pytest.mark.parametrize("truth", ["ring", "double_tree", "reduce_scatter_all_gather"])
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.processes)])
 def test_intervals_hold_the_predictions_of_all_forms_while_one_cluster_size_identifies_none(
     truth: str, backend: Backend
 ) -> None:
@@ -400,7 +400,7 @@ SIZES, BATCHES = (column.ravel() for column in np.meshgrid([1.0, 2.0, 4.0, 8.0, 
 
 
 @pytest.mark.parametrize("form", FORM_NAMES)
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.processes), "nccl"])
 def test_the_collectives_shape_is_found_whatever_was_believed(form: FormName, backend: Backend) -> None:
     truth = Truth(sync=0.3)
     noise = np.random.default_rng(1).lognormal(0, 0.005, SIZES.shape)
@@ -544,12 +544,14 @@ def mean(cases: list[dict[str, float]], quantity: str) -> float:
     return float(np.mean([case[quantity] for case in cases]))
 
 
+@pytest.mark.processes
 def test_recorded_steps_of_a_gpu_cluster_are_predicted(scores: dict[str, list[dict[str, float]]]) -> None:
     assert mean(scores["full"], "median") < 0.03 < mean(scores["full, paper"], "median")
     assert mean(scores["full"], "p95") < 0.16
     assert mean(scores["corners"], "median") < 0.12 < mean(scores["corners, paper"], "median")
 
 
+@pytest.mark.processes
 def test_their_intervals_hold_about_as_often_as_they_say(scores: dict[str, list[dict[str, float]]]) -> None:
     assert 0.85 <= mean(scores["corners"], "coverage") <= 0.97
     assert 0.85 <= mean(scores["full"], "coverage") <= 0.97
@@ -614,9 +616,21 @@ def broken_tables() -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
     }
 
 
+# their fits are the quickest
+QUICK_TABLES = {"perfect scaling", "constant", "each size once", "one point", "tiny"}
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
-    ("name", "per_node"), [*((name, 1.0) for name in broken_tables()), ("constant", 8.0), ("one outlier", 8.0)]
+    ("name", "per_node"),
+    [
+        *(
+            pytest.param(name, 1.0, marks=[pytest.mark.processes] * (name not in QUICK_TABLES))
+            for name in broken_tables()
+        ),
+        pytest.param("constant", 8.0, marks=pytest.mark.processes),
+        ("one outlier", 8.0),
+    ],
 )
 def test_no_table_breaks_the_fit(name: str, per_node: float) -> None:
     nodes, batch, seconds = broken_tables()[name]

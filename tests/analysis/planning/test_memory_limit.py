@@ -126,7 +126,7 @@ def far_from_limit(batches: list[int], on: ClusterSpec) -> tuple[Plan, float]:
     batches=st.lists(st.sampled_from([16, 32, 64, 128, 256, 512]), min_size=2, max_size=4, unique=True),
     room=st.floats(0.5, 4.0),
 )
-@settings(max_examples=10)
+@settings(max_examples=5)
 def test_no_batch_is_relied_on_that_is_far_larger_than_any_measured_and_might_not_fit(
     batches: list[int], room: float
 ) -> None:

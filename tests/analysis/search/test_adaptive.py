@@ -47,7 +47,9 @@ def test_it_starts_at_the_cheap_corners() -> None:
     assert cheap_corners(POINTS[:1]) == POINTS[:1]
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize(
+    "objective", ["time", *(pytest.param(it, marks=pytest.mark.processes) for it in OBJECTIVES[1:])]
+)
 def test_on_a_clean_law_a_few_measurements_decide(objective: str) -> None:
     rows = run(AdaptiveSearch(POINTS, DecisionModel(objective), max_profiles=len(POINTS)))
     # many candidates cost nearly the same, so that it takes more measurements to distinguish them
@@ -56,6 +58,7 @@ def test_on_a_clean_law_a_few_measurements_decide(objective: str) -> None:
     assert len({row.configuration for row in rows}) == len(rows)
 
 
+@pytest.mark.processes
 @fuzz(6)
 @given(noise=st.floats(0.0, 0.05), objective=st.sampled_from(["time", "cost"]))
 def test_what_is_chosen_from_few_is_nearly_the_best_of_all(noise: float, objective: str) -> None:
@@ -68,6 +71,7 @@ def test_what_is_chosen_from_few_is_nearly_the_best_of_all(noise: float, objecti
     assert true[np.argmin(model.predict(nodes, batch) * weight)] <= 1.05 * true.min()
 
 
+@pytest.mark.processes
 def test_the_same_measurements_get_the_same_answer_in_any_order() -> None:
     rows: list[Measurement] = []
     search = AdaptiveSearch(POINTS, DecisionModel("knee"))
@@ -84,6 +88,7 @@ def test_so_many_measurements_are_enough_and_no_more_are_asked_for() -> None:
     assert AdaptiveSearch(POINTS, max_profiles=4).propose(rows) == []
 
 
+@pytest.mark.processes
 def test_noisy_measurements_are_followed_by_more_of_them() -> None:
     search = AdaptiveSearch(POINTS, DecisionModel("time"), max_profiles=12)
     clean = len(run(search))
@@ -106,6 +111,7 @@ def test_it_looks_where_the_model_is_unsure_not_where_it_has_been() -> None:
     assert all(c.nodes in (2, 4) for c in proposed)
 
 
+@pytest.mark.processes
 def test_one_cluster_size_does_not_decide_between_sizes_whose_form_it_cannot_tell() -> None:
     """If all-reduces take as long as by a parameter server, profiles on 1 and 8 nodes alone chose 23 % too slow."""
     spec = sweep("time", mode="adaptive", cluster_sizes=(1, 2, 4, 8), min_batch=64, max_batch=8192)

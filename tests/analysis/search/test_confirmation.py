@@ -102,6 +102,7 @@ def test_the_choice_was_measured_or_the_plan_says_why_not(world: World, kind: st
     assert plan.chosen.measured or unmeasured_ends
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("kind", "constraints"), [("knee", {}), ("cost", {"deadline_hours": 0.04})])
 def test_replayed_over_its_own_records_in_any_order_it_proposes_the_same(
     kind: str, constraints: dict[str, float]
@@ -120,6 +121,7 @@ CLIFFS: dict[str, Callable[[Configuration], bool]] = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("kind", "where"), [*zip(["time", "cost", "weighted"], CLIFFS, strict=True)])
 def test_what_is_four_times_slower_than_the_law_is_not_chosen(kind: str, where: str) -> None:
     world = World(4.0, CLIFFS[where])
@@ -127,6 +129,7 @@ def test_what_is_four_times_slower_than_the_law_is_not_chosen(kind: str, where: 
     assert not world.is_slow(plan.chosen.configuration)
 
 
+@pytest.mark.processes
 def test_a_rival_on_other_nodes_that_is_faster_than_the_law_says_is_found() -> None:
     fast = World(0.4, lambda c: c == (2, 1, 1024))
     rows = searched(spec_of("cost"), fast)

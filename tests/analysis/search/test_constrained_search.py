@@ -45,6 +45,7 @@ def everything(noise: float) -> list[Measurement]:
     return [measure(point, order, noise) for order, point in enumerate(POINTS)]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "constraints"),
     [
@@ -62,6 +63,7 @@ def test_the_choice_is_that_of_a_full_search(kind: str, constraints: dict[str, f
     assert len(rows) <= spec.search.max_profiles
 
 
+@pytest.mark.processes
 def test_it_looks_where_the_deadline_moves_the_choice() -> None:
     """The corners alone find the cheapest candidate; what a deadline leaves has to be measured.
 
@@ -100,6 +102,7 @@ def test_it_ends_early_where_nothing_keeps_the_constraints(constraints: dict[str
     assert len(searched(constrained("time", **constraints), CLUSTER, 0.0)) == len(cheap_corners(POINTS))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", ["cost", "knee"])
 def test_wide_constraints_change_nothing(kind: str) -> None:
     wide = constrained(kind, deadline_hours=1e6, budget=1e9, max_global_batch=2**40)
@@ -134,7 +137,7 @@ def test_a_limit_below_the_knee_leaves_the_allowed_choice_nearest_to_it() -> Non
     rows = everything(0.0)
     free = make_plan(constrained("knee"), CLUSTER, rows)
     most = free.chosen.global_batch
-    for factor in (1.01, 1.5, 2.0, 3.0):
+    for factor in (1.01, 3.0):
         late = constrained("knee", deadline_hours=factor * free.chosen.wall_time_s / 3600, max_global_batch=most)
         plan = make_plan(late, CLUSTER, rows)
         assert (plan.chosen.configuration, plan.binding) == (free.chosen.configuration, [])
