@@ -1,18 +1,13 @@
-"""Each worker's gradient norms with real workers over gloo: they are right, and DDP's results stay the same.
-
-Run as a program, this file is the workers.
-"""
+"""Each worker's gradient norms with real workers over gloo: they are right, and DDP's results stay the same."""
 
 from __future__ import annotations
 
 import gc
 import math
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +21,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.examples.branches import Branches
-from tests.forked import fork_workers, run_workers
+from tests.forked import start_workers
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
@@ -360,7 +355,7 @@ def work(rank: int, folder: Path) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return what each worker recorded."""
     folder = tmp_path_factory.mktemp("workers")
-    run_workers(__file__, folder)
+    start_workers(WORKERS, work, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORKERS)]
 
 
@@ -511,7 +506,3 @@ def test_a_training_that_is_observed_is_the_same_bit_for_bit(ranks: list[dict[st
         (sensitivity, norm), (noise_scale, *_) = with_it["seen"]
         assert min(sensitivity, norm, noise_scale) > 0
         assert with_it["seen"] == ranks[0][f"{method}, observed: True"]["seen"]
-
-
-if __name__ == "__main__":
-    sys.exit(fork_workers(WORKERS, partial(work, folder=Path(sys.argv[1]))))

@@ -1,15 +1,10 @@
-"""Methods with two workers over gloo: post-local SGD, and norms that must be those of the all-reduced gradient.
-
-Run as a program, this file is the two workers.
-"""
+"""Methods with two workers over gloo: post-local SGD, and norms that must be those of the all-reduced gradient."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
 import signal
-import sys
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.forked import fork_workers, give_secret, run_workers
+from tests.forked import give_secret, start_workers
 from tests.same_state import same_state
 from tula_hpc.checkpoint.per_worker_states import LocalStates
 from tula_hpc.checkpoint.store import CheckpointStore, LoadedCheckpoint
@@ -147,7 +142,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("whole", "stopped", "stopped at an epoch's end"):
         RunDirectory(folder / name).create().train().root.mkdir()
     give_secret(folder)
-    run_workers(__file__, folder)
+    start_workers(WORKERS, work, folder)
     return folder
 
 
@@ -268,7 +263,3 @@ def test_a_damaged_part_is_named_with_what_to_do(folder: Path, tmp_path: Path) -
     (copy / "worker-0001" / loaded.path.name).unlink()
     with pytest.raises(StageError, match=r"worker-0001.*delete .* to go on from the checkpoint before it"):
         LocalStates(copy, new_worker(sweep("polo"))).load(loaded)
-
-
-if __name__ == "__main__":
-    sys.exit(fork_workers(WORKERS, partial(work, folder=Path(sys.argv[1]))))

@@ -1,14 +1,10 @@
-"""Real trainings that save in the background: killed while writing, with a full disk, with two workers.
-
-Run as a program, this file is the trainings: each is a process, or two, forked before torch starts any thread.
-"""
+"""Real trainings that save in the background: killed while writing, with a full disk, with two workers."""
 
 from __future__ import annotations
 
 import errno
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.forked import fork_workers, give_secret, run_workers
+from tests.forked import give_secret, start_workers
 from tula_hpc.checkpoint import store as checkpoint
 from tula_hpc.checkpoint.background import BackgroundWriter
 from tula_hpc.checkpoint.store import CheckpointStore
@@ -56,8 +52,10 @@ WRITES = 3
 def work(rank: int, folder: Path) -> None:
     """Let the first process start the trainings with one worker, one after another; then two workers train."""
     if rank == 0:
-        for name in ("with the file begun", "after the rename"):
-            assert ended(partial(train, folder / name, strike=STRIKES[name])) == -signal.SIGKILL
+        for name, strike in STRIKES.items():
+            assert ended(partial(train, folder / name, strike=strike)) == -signal.SIGKILL
+            if strike is die:
+                cut_the_newest(folder / name)
             assert ended(partial(train, folder / name)) == 0
         assert ended(partial(train, folder / "whole", note=True)) == 0
         assert ended(partial(train, folder / "stopped", strike=stop_now)) not in (0, -signal.SIGALRM)
@@ -134,6 +132,12 @@ def die(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def cut_the_newest(root: Path) -> None:
+    """Cut the newest whole checkpoint in half, between two starts of a training."""
+    newest = CheckpointStore(RunDirectory(root).train().checkpoints).paths()[-1]
+    os.truncate(newest, newest.stat().st_size // 2)
+
+
 def die_after_the_rename() -> None:
     pytest.MonkeyPatch().setattr(checkpoint, "sync_folder", die)
 
@@ -195,7 +199,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in (*STRIKES, "whole", "stopped", "full disk"):
         RunDirectory(folder / name).create().train().root.mkdir()
     give_secret(folder)
-    run_workers(__file__, folder)
+    start_workers(2, work, folder)
     return folder
 
 
@@ -214,6 +218,7 @@ def test_a_training_killed_while_a_checkpoint_is_written_ends_as_undisturbed(fol
     assert result.final_loss == expected.final_loss
     events = {event.event: event for event in RunDirectory(folder / name).events()}
     assert 0 < events["resumed"].data["step"] < EPOCHS * STEPS_PER_EPOCH
+    assert ("refused: is truncated" in events["resumed"].detail) == (STRIKES[name] is die)
 
 
 def test_a_stop_while_a_checkpoint_is_written_saves_its_own_step_too(folder: Path) -> None:
@@ -256,15 +261,3 @@ def test_workers_that_see_different_checkpoints_end_so_that_another_job_is_tried
     for rank in range(2):
         assert "workers see different checkpoints" in (folder / f"old list {rank}.txt").read_text()
     assert DataError.failure is Failure.KILLED
-
-
-def import_what_a_step_needs() -> None:
-    """Import the modules of a step once, so that forked processes need not."""
-    parameter = torch.zeros(1, requires_grad=True)
-    parameter.grad = torch.zeros(1)
-    torch.optim.SGD([parameter]).step()
-
-
-if __name__ == "__main__":
-    import_what_a_step_needs()
-    sys.exit(fork_workers(2, partial(work, folder=Path(sys.argv[1]))))

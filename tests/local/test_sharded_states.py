@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from tests.forked import fork_workers, run_workers
+from tests.forked import start_workers
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp.process_group import process_group
@@ -124,7 +122,7 @@ def _state_elements(worker: Worker) -> int:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("workers")
-    run_workers(__file__, folder)
+    start_workers(WORKERS, work, folder)
     return folder
 
 
@@ -168,7 +166,3 @@ def test_a_single_worker_goes_on_from_the_same_checkpoint(folder: Path, name: st
     assert _state_elements(alone) > 0
     alone.train_step(*next(alone.batches()))
     assert not torch.equal(weights(alone), before)
-
-
-if __name__ == "__main__":
-    sys.exit(fork_workers(WORKERS, partial(work, folder=Path(sys.argv[1]))))
