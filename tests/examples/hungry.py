@@ -17,9 +17,11 @@ class Kept(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, pixels: Tensor) -> Tensor:
-        ctx.kept = torch.empty(len(pixels), BYTES_PER_SAMPLE, dtype=torch.uint8)
-        # the kernel provides a page once it is written to
-        ctx.kept[:, ::PAGE] = 1
+        # small enough for the heap, which keeps its pages for the next pass: fresh ones would take most of the time
+        ctx.kept = [torch.empty(BYTES_PER_SAMPLE, dtype=torch.uint8) for _ in pixels]
+        for sample in ctx.kept:
+            # the kernel provides a page once it is written to
+            sample[::PAGE] = 1
         return pixels.clone()
 
     @staticmethod
