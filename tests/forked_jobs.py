@@ -179,12 +179,17 @@ def forking_jobs(*, starting_first: bool = False) -> Iterator[None]:
             yield
 
 
-def run_command(main: Callable[[Sequence[str]], int], arguments: Sequence[str], folder: Path) -> Ran:
+def run_command(
+    main: Callable[[Sequence[str]], int],
+    arguments: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str] = os.environ,
+) -> Ran:
     """Run a command in a folder as `subprocess.run` does, but in a fork that forks its jobs; see `forking_jobs`."""
     if differentiates_in_threads():
         command = [sys.executable, "-m", main.__module__, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
-    return _ran(partial(_command, main, arguments), [*arguments], os.environ, folder)
+        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=environment)
+    return _ran(partial(_command, main, arguments), [*arguments], environment, folder)
 
 
 def start_command(

@@ -71,9 +71,10 @@ class Finished:
 
 @pytest.fixture(scope="session")
 def finished(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
-    """Two sweeps in parallel, because they mostly wait for jobs."""
+    """Two sweeps in parallel, because they mostly wait for jobs; their reports have no figures."""
     options = ("--until", "plan", "--set", "cluster.memory_gb=1.5")
-    with slurm_cluster.cpu_share(200), ThreadPoolExecutor() as pool:
+    with slurm_cluster.cpu_share(200), ThreadPoolExecutor() as pool, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tula_hpc.analysis.figures.all.FIGURES", {})
         folders = {name: tmp_path_factory.mktemp(name) for name in ("digits", "hungry")}
         begun = {
             "digits": pool.submit(run_sweep, DIGITS, folders["digits"], slurm_cluster.environment),
