@@ -81,14 +81,14 @@ def begun(
         def begin(name: str, **search: object) -> Future[Profiled]:
             return pool.submit(profile, folders[name], slurm_cluster, **search)
 
-        sizes = {"mode": "full", "cluster_sizes": [1, 3], "min_batch": 48, "max_batch": 128}
+        sizes = {"mode": "full", "cluster_sizes": [1, 2], "min_batch": 64, "max_batch": 128}
         nested = begin("nested", nest="true", **sizes)
         run = RunDirectory(folders["nested"] / "run")
         slurm_cluster.wait_for(lambda: submitted(run) or nested.done(), 120, "the first submission")
         yield {
             "nested": nested,
             "leaves": pool.submit(profile_that_has_to_leave, folders["leaves"], slurm_cluster),
-            "adaptive": begin("adaptive", mode="adaptive", cluster_sizes=[2], min_batch=16, max_batch=512),
+            "adaptive": begin("adaptive", mode="adaptive", cluster_sizes=[2], min_batch=16, max_batch=128),
         }
 
 
@@ -111,14 +111,14 @@ def nested(begun: dict[str, Future[Profiled]]) -> Profiled:
 
 def test_in_one_allocation_smaller_sizes_run_on_its_first_nodes(nested: Profiled) -> None:
     (job,) = nested.jobs
-    assert job.data["nodes"] == 3
+    assert job.data["nodes"] == 2
     records = nested.run.measurements().records
-    assert {(m.nodes, m.local_batch) for m in records} == {(1, 64), (1, 128), (3, 16), (3, 32)}
-    hosts = next(m.hosts for m in records if m.nodes == 3)
-    assert len(set(hosts)) == 3
+    assert {(m.nodes, m.local_batch) for m in records} == {(1, 64), (1, 128), (2, 32), (2, 64)}
+    hosts = next(m.hosts for m in records if m.nodes == 2)
+    assert len(set(hosts)) == 2
     for m in records:
         assert (m.status, m.hosts) == ("ok", hosts[: m.nodes])
-        assert m.node_seconds == pytest.approx(3 * m.elapsed_s)
+        assert m.node_seconds == pytest.approx(2 * m.elapsed_s)
         assert m.times is not None
         assert (m.times.allreduce_time_s > 0) == (m.nodes > 1)
 
