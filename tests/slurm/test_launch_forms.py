@@ -33,6 +33,9 @@ FORMS: dict[str, dict[str, Any]] = {
     "gpus": {"max_nodes": 1, "sbatch": {"gpus": 4}},
     "exclusive, of srun": {"exclusive": True, "srun_args": ["-K1", "--gres=gpu:4"]},
 }
+# forms whose tests are marked `thorough`, since another form asks Slurm for nearly the same
+VARIATIONS = ("gres, exclusive", "closest", "gpus")
+CHOSEN = [pytest.param(form, marks=[pytest.mark.thorough] if form in VARIATIONS else []) for form in FORMS]
 # forms with which Slurm shows each worker only its own GPU
 ALONE = {"gpus_per_task", "gpu_bind"}
 # nodes of a form's job; default 1
@@ -65,11 +68,15 @@ def onlooker(folder: Path) -> Callable[[], None]:
 
 
 @pytest.fixture(scope="module")
-def notes(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Any]]]:
-    """The notes of each form's workers; the jobs of all forms run in parallel."""
+def notes(
+    request: pytest.FixtureRequest, slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, list[Any]]]:
+    """The notes of each form's workers; the jobs of all forms of the selected tests run in parallel."""
+    here = (item for item in request.session.items if item.path == Path(__file__))
+    chosen = {item.callspec.params["form"] for item in here if isinstance(item, pytest.Function)}
     with slurm_cluster.cpu_share(200), slurm_cluster.changed(cpus=WORKERS * CORES):
         jobs: dict[str, tuple[Launcher, Path, list[Submitted]]] = {}
-        for form in FORMS:
+        for form in filter(chosen.__contains__, FORMS):
             cluster, folder = cluster_of(form), tmp_path_factory.mktemp("form")
             launcher = Launcher(cluster, RunDirectory(folder / "run").create(), "forms")
             submitted = launcher.submit([onlooker(folder)], stage="profile", nodes=NODES.get(form, 1), minutes=5)
@@ -88,7 +95,7 @@ def gpus_seen(note: dict[str, Any]) -> list[str]:
     return [name for name in note["visible"].split(",") if name]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", CHOSEN)
 def test_every_worker_finds_a_gpu_of_its_own(
     notes: dict[str, list[Any]], form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,12 +112,12 @@ def test_every_worker_finds_a_gpu_of_its_own(
     assert found == {(host, str(number)) for host in hosts for number in range(WORKERS)}
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", CHOSEN)
 def test_a_worker_sees_the_gpus_of_its_peers_where_no_option_hides_them(notes: dict[str, list[Any]], form: str) -> None:
     assert {len(gpus_seen(note)) for note in notes[form]} == {1 if form in ALONE else WORKERS}
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", CHOSEN)
 def test_every_worker_has_cores_of_its_own(notes: dict[str, list[Any]], form: str) -> None:
     """Only as Slurm counts cores: the cluster has more than the machine, and binds no process to a core."""
     for note in notes[form]:

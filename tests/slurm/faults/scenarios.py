@@ -273,12 +273,14 @@ SCENARIOS: dict[str, Scenario] = {
     "two": Scenario(undisturbed, Settings(PAIR, pace_s=0.0), "two"),
     "one": Scenario(undisturbed, Settings(pace_s=0.0)),
     "rank killed": Scenario(rank_killed, Settings(PAIR, cluster=ALONE), "two"),
-    "preempted": Scenario(preempted, Settings(PAIR, cluster=REQUEUES, loader_workers=1), "two"),
-    "preempted, user signal": Scenario(preempted_with_user_signal, Settings(cluster=REQUEUES), thorough=True),
+    "preempted": Scenario(preempted, Settings(PAIR, cluster=REQUEUES), "two"),
+    "preempted, user signal": Scenario(
+        preempted_with_user_signal, Settings(cluster=REQUEUES, loader_workers=1), thorough=True
+    ),
     "preempted, CANCEL": Scenario(preempted_for_good, Settings(cluster=CANCELS)),
-    "preempted, no grace": Scenario(preempted_for_good, Settings(cluster=KILLS)),
+    "preempted, no grace": Scenario(preempted_for_good, Settings(cluster=KILLS), thorough=True),
     "suspended": Scenario(suspended, Settings(PAIR, cluster=SUSPENDS), "two"),
-    "damaged checkpoint": Scenario(damaged_checkpoint, Settings()),
+    "damaged checkpoint": Scenario(damaged_checkpoint, Settings(), thorough=True),
     "requeue refused": Scenario(requeue_refused, Settings(cluster=NO_REQUEUE), thorough=True),
     "job killed": Scenario(job_killed, Settings(), thorough=True),
     "cancelled": Scenario(cancelled, Settings()),
@@ -287,6 +289,7 @@ SCENARIOS: dict[str, Scenario] = {
         Settings(Configuration(1, 2, 256), cluster={"memory_gb": 1.5}, spec=HUNGRY),
         reference="",
         disturbs=True,
+        thorough=True,
     ),
     "no accounting": Scenario(no_accounting, Settings(cluster=SITE_DECIDES), disturbs=True),
     "preempted, JobRequeue=0": Scenario(

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -44,25 +40,6 @@ kind = "time"
 """
 
 
-class Begun(NamedTuple):
-    """A command that runs in the background."""
-
-    folder: Path
-    ended: Future[Done]
-
-    @property
-    def run(self) -> RunDirectory:
-        return RunDirectory(self.folder / "run")
-
-
-class Sweeps(NamedTuple):
-    """Sweeps, named after the nodes that are left for them."""
-
-    whole_left: Begun
-    none_left: Begun
-    too_few: Begun
-
-
 def run_broken(
     folder: Path, cluster: MiniCluster, broken: tuple[str, ...], until: str, *settings: str, said: str = SAID
 ) -> Done:
@@ -71,37 +48,15 @@ def run_broken(
     return run_sweep(SWEEP, folder, environment, "--until", until, settings=settings)
 
 
-@pytest.fixture(scope="module")
-def sweeps(slurm_cluster: MiniCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sweeps]:
-    """Sweeps in parallel, because they mostly wait for jobs; each sees broken devices on its own set of nodes."""
-    first, _, third, fourth = slurm_cluster.hosts
-    with ThreadPoolExecutor() as pool:
-
-        def begin(name: str, broken: tuple[str, ...], *settings: str) -> Begun:
-            folder = tmp_path_factory.mktemp(name)
-            return Begun(folder, pool.submit(run_broken, folder, slurm_cluster, broken, "plan", *settings))
-
-        whole_left = begin("whole_left", (first,))
-        # start the others only after this sweep's submission, so that it gets the first node
-        while not (whole_left.ended.done() or whole_left.run.history().submissions()):
-            time.sleep(0.1)
-        these = f"cluster.sbatch.nodelist={third},{fourth}"
-        yield Sweeps(
-            whole_left=whole_left,
-            none_left=begin("none_left", slurm_cluster.hosts, ONE),
-            too_few=begin("too_few", (third,), ONE, "search.cluster_sizes=[2]", these),
-        )
-
-
 def broken_jobs(run: RunDirectory, stage: str) -> Counter[str]:
     """Count, by host, the jobs of a stage that reported a failed device."""
     own = [e for e in run.events() if (e.event, e.stage, e.failure) == ("failed", stage, Failure.DEVICE_FAILED)]
     return Counter(host for _, host in {(e.job_id, host) for e in own for host in e.data["hosts"]})
 
 
-def test_a_sweep_ends_well_on_the_nodes_that_are_whole(slurm_cluster: MiniCluster, sweeps: Sweeps) -> None:
+def test_a_sweep_ends_well_on_the_nodes_that_are_whole(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
     first, second, *_ = slurm_cluster.hosts
-    planned, run = sweeps.whole_left.ended.result(), sweeps.whole_left.run
+    planned, run = run_broken(tmp_path, slurm_cluster, (first,), "plan"), RunDirectory(tmp_path / "run")
     assert planned.returncode == 0, planned.stderr + planned.stdout
     # each configuration is a task of one array
     tasks = [job.job_id.split("_") for job in run.history().submissions()][:2]
@@ -110,10 +65,8 @@ def test_a_sweep_ends_well_on_the_nodes_that_are_whole(slurm_cluster: MiniCluste
     assert broken_jobs(run, "profile") == {first: 1}
     measured = run.measurements().records
     assert Counter((m.configuration.local_batch, m.status) for m in measured) == {(64, "ok"): 1, (128, "ok"): 1}
-    # the next command still knows of that node, and its training meets another one, which the others have left by then
-    for other in (sweeps.none_left, sweeps.too_few):
-        other.ended.result()
-    trained = run_broken(sweeps.whole_left.folder, slurm_cluster, (first, second), "train", said=NCCL)
+    # the next command still knows of that node, and its training meets another one
+    trained = run_broken(tmp_path, slurm_cluster, (first, second), "train", said=NCCL)
     assert trained.returncode == 0, trained.stderr + trained.stdout
     assert broken_jobs(run, "train") == {second: 1}
     assert run.train().result_file.exists()
@@ -122,8 +75,10 @@ def test_a_sweep_ends_well_on_the_nodes_that_are_whole(slurm_cluster: MiniCluste
     assert all(f"{host} for " in shown.stdout for host in (first, second)), shown.stdout
 
 
-def test_where_every_node_is_broken_one_line_says_so(sweeps: Sweeps) -> None:
-    done, run = sweeps.none_left.ended.result(), sweeps.none_left.run
+@pytest.mark.thorough
+def test_where_every_node_is_broken_one_line_says_so(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
+    done = run_broken(tmp_path, slurm_cluster, slurm_cluster.hosts, "plan", ONE)
+    run = RunDirectory(tmp_path / "run")
     assert done.returncode == 1
     submitted = [event for event in run.events() if event.event == "submitted"]
     assert len(submitted) == 3
@@ -148,10 +103,13 @@ def test_nodes_without_the_gpus_that_slurm_granted_are_broken(slurm_cluster: Min
     assert all(host in line for host in hosts)
 
 
+@pytest.mark.thorough
 def test_where_too_few_nodes_are_left_the_refusal_names_those_left_out(
-    slurm_cluster: MiniCluster, sweeps: Sweeps
+    slurm_cluster: MiniCluster, tmp_path: Path
 ) -> None:
-    third, done = slurm_cluster.hosts[2], sweeps.too_few.ended.result()
+    *_, third, fourth = slurm_cluster.hosts
+    both = ("search.cluster_sizes=[2]", f"cluster.sbatch.nodelist={third},{fourth}")
+    done = run_broken(tmp_path, slurm_cluster, (third,), "plan", ONE, *both)
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("the scheduler refused the job")]
     assert f"nodes with broken devices are left out: {third} reported '{SAID}'" in line
