@@ -32,8 +32,7 @@ def test_the_output_is_a_sweep_file_that_lacks_only_the_epochs(tmp_path: Path) -
     script = tmp_path / "train.py"
     script.write_text((SCRIPTS / "plain.py").read_text())
     options = ["--batch-size", "16", "--epochs", "2", "--samples", "640"]
-    command = [sys.executable, "-m", "tula_hpc.attach", "train.py", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=200)
+    done = look(tmp_path, "train.py", *options)
     assert done.returncode == 0, done.stderr
     assert "it ended after 80 steps; running it again to measure fewer of them" in done.stderr
     assert "16 samples a forward pass, 1 forward pass a step" in done.stdout
