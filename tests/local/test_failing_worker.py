@@ -70,7 +70,7 @@ def asks_to_run_again(count: int) -> Callable[[], None]:
 def test_a_job_is_started_again_as_often_as_it_asks_for(tmp_path: Path) -> None:
     """The launcher sets no limit: a training bounds its requeues itself, by `training.max_requeues`."""
     local = launcher(tmp_path)
-    (ended,) = local.wait(local.submit([asks_to_run_again(8)], stage="train", nodes=1, minutes=4))
+    (ended,) = local.wait(local.submit([asks_to_run_again(4)], stage="train", nodes=1, minutes=4))
     assert "completed successfully" in ended.log_tail
 
 
