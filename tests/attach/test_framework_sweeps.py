@@ -79,6 +79,13 @@ STARTED = ("on_lightning.py", "on_accelerate.py")
 VARIED = "on_accelerate.py"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def timm_is_imported() -> None:
+    """Once for all processes that are forked."""
+    import timm.data
+    import timm.scheduler  # noqa: F401
+
+
 @pytest.mark.parametrize(
     "script", [pytest.param(name, marks=[pytest.mark.thorough] if name == VARIED else []) for name in CASES]
 )
