@@ -1,4 +1,4 @@
-"""Start several workers over gloo for a test: as processes forked from it, or by running a test file as a program."""
+"""Start several workers over gloo: forked from a test's process, or by running a benchmark's file as a program."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def give_secret(folder: Path) -> None:
 
 
 def run_workers(program: str, *arguments: str | Path, timeout_s: float = 400, **environment: str) -> None:
-    """Run a test file as a program, with PYTHONPATH, gloo's interface and a short limit for DNS look-ups."""
+    """Run a file as a program, with PYTHONPATH, gloo's interface and a short limit for DNS look-ups."""
     settings = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "RES_OPTIONS": QUICK_NAMES}
     command = [sys.executable, program, *map(str, arguments)]
     subprocess.run(command, check=True, timeout=timeout_s, env={**os.environ, **settings, **environment})
