@@ -66,7 +66,7 @@ class Case(NamedTuple):
 
 CASES = [
     # more than a megabyte makes several buckets of gradients, whose order of addition matters with three workers
-    Case(TRAINER, 3, 3, ("--width", "192", "--samples", "192", "--masks", "--loader-workers", "1")),
+    Case(TRAINER, 3, 3, ("--width", "192", "--samples", "96", "--masks", "--loader-workers", "1")),
     Case(TRAINER, 2, 8, ("--accumulate", "2", "--samples", "256", "--group", "--masks"), is_killed=True),
     Case(LIGHTNING, 1, 3, ("--samples", "64", "--plateau")),
     # three workers as in the Trainer's case; the next start stops at the end of an epoch, too

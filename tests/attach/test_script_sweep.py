@@ -139,7 +139,7 @@ mode = "partial"
     assert sweep(path, tmp_path).returncode == 0
     assert len(RunDirectory(tmp_path / "run").measurements().records) == 4
     script.write_text(script.read_text().replace("range(options.epochs)", "range(100 * options.epochs)"))
-    done = sweep(path, tmp_path)
+    done = sweep(path, tmp_path, "search.max_steps=20")
     assert done.returncode == 0, done.stderr + done.stdout
     records = RunDirectory(tmp_path / "run").measurements().records
     now = [m.configuration for m in records if m.status == "ok"]
