@@ -273,13 +273,13 @@ SCENARIOS: dict[str, Scenario] = {
     "two": Scenario(undisturbed, Settings(PAIR, pace_s=0.0), "two"),
     "one": Scenario(undisturbed, Settings(pace_s=0.0)),
     "rank killed": Scenario(rank_killed, Settings(PAIR, cluster=ALONE), "two"),
-    "preempted": Scenario(preempted, Settings(PAIR, cluster=REQUEUES), "two"),
+    "preempted": Scenario(preempted, Settings(cluster=REQUEUES)),
     "preempted, user signal": Scenario(
-        preempted_with_user_signal, Settings(cluster=REQUEUES, loader_workers=1), thorough=True
+        preempted_with_user_signal, Settings(PAIR, cluster=REQUEUES, loader_workers=1), "two", thorough=True
     ),
     "preempted, CANCEL": Scenario(preempted_for_good, Settings(cluster=CANCELS)),
     "preempted, no grace": Scenario(preempted_for_good, Settings(cluster=KILLS), thorough=True),
-    "suspended": Scenario(suspended, Settings(PAIR, cluster=SUSPENDS), "two"),
+    "suspended": Scenario(suspended, Settings(PAIR, cluster=SUSPENDS), "two", thorough=True),
     "damaged checkpoint": Scenario(damaged_checkpoint, Settings(), thorough=True),
     "requeue refused": Scenario(requeue_refused, Settings(cluster=NO_REQUEUE), thorough=True),
     "job killed": Scenario(job_killed, Settings(), thorough=True),
