@@ -246,7 +246,7 @@ def test_the_report_of_a_big_run_is_small_and_says_what_it_leaves_out(tmp_path: 
     events = len(run.events())
     assert f"Events ({events})" in page
     assert page.count("<td>preempted</td>") <= MOST_ROWS
-    assert f"{events - MOST_ROWS:,} more are in events.jsonl" in page
+    assert f"{events - MOST_ROWS:,} more in events.jsonl" in page
     rows = {path.stem: path.read_text().count("\n") for path in run.report.glob("*.csv")}
     assert {"gradient_scale", "step_breakdown", "training"} <= rows.keys()
     assert max(rows.values()) <= MAX_STEPS + 100
