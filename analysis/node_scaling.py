@@ -34,12 +34,12 @@ from tula_hpc.analysis.planning.candidates import (
     predict,
 )
 from tula_hpc.analysis.planning.objective import objective_of
-from tula_hpc.analysis.planning.partitions import FittedPartitions, fit_parts, of_partition
+from tula_hpc.analysis.planning.partitions import FittedPartitions, fit_parts
 from tula_hpc.analysis.run_contents import RunContents, as_planned, evenly, measured_epochs
 from tula_hpc.config import ClusterSpec, SweepSpec, cluster_sizes
 from tula_hpc.errors import InputError, NotEnoughDataError
 from tula_hpc.formatting import HOUR_S, listed
-from tula_hpc.records import Candidate, Configuration, Interval, Measurement
+from tula_hpc.records import Candidate, Configuration, Interval, Measurement, of_partition
 
 Kind = Literal["strong", "weak"]
 Basis = Literal["measured", "predicted", "extrapolated"]

@@ -11,10 +11,9 @@ from matplotlib.axes import Axes
 from tula_hpc.analysis.figures import style
 from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.figures.training import accuracies_of, losses_of
-from tula_hpc.analysis.planning.partitions import of_partition
 from tula_hpc.analysis.run_contents import RunContents, as_planned, measured_epochs
 from tula_hpc.formatting import format_duration
-from tula_hpc.records import Interval
+from tula_hpc.records import Interval, of_partition
 
 NAME = "run_curves"
 COLUMNS = ("run", "quantity", "global_batch_samples", "epoch", "value")

@@ -41,7 +41,7 @@ from tula_hpc.analysis.planning.memory_limit import (
 )
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, cluster_sizes
 from tula_hpc.errors import InputError, NotEnoughDataError
-from tula_hpc.records import Candidate, Event, Measurement, Metrics, RunHistory
+from tula_hpc.records import Candidate, Event, Measurement, Metrics, RunHistory, of_partition
 
 
 class FittedPartitions(NamedTuple):
@@ -154,11 +154,6 @@ def _too_large(sweep: SweepSpec, cluster: ClusterSpec) -> list[str]:
     return [
         f"left out of search.cluster_sizes: {', '.join(left_out)}, more than max_nodes = {most}"
     ]
-
-
-def of_partition(measurements: Sequence[Measurement], name: str) -> Sequence[Measurement]:
-    """Return the measurements of one partition; all of them if the cluster has no partitions."""
-    return [row for row in measurements if row.partition == name] if name else measurements
 
 
 def prefixed(name: str, text: str) -> str:

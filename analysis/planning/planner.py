@@ -25,15 +25,10 @@ from tula_hpc.analysis.planning.feasibility import (
 from tula_hpc.analysis.planning.knee import TimeCurves, knee_curves
 from tula_hpc.analysis.planning.memory_limit import checkpoint_copy, describe_limit
 from tula_hpc.analysis.planning.objective import Choice, choose, pareto_front
-from tula_hpc.analysis.planning.partitions import (
-    FittedPartitions,
-    name_of,
-    of_partition,
-    prefixed,
-)
+from tula_hpc.analysis.planning.partitions import FittedPartitions, name_of, prefixed
 from tula_hpc.config import SweepSpec
 from tula_hpc.formatting import format_bytes, plural
-from tula_hpc.records import Configuration, Doubt, Measurement, Plan, Remedy
+from tula_hpc.records import Configuration, Doubt, Measurement, Plan, Remedy, of_partition
 
 RUNNERS_UP = 3
 AGAIN = "run the sweep again"

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from tula_hpc.analysis.costs.training_bill import TrainingBill
-from tula_hpc.analysis.planning.partitions import name_of, of_partition
+from tula_hpc.analysis.planning.partitions import name_of
 from tula_hpc.analysis.run_contents import as_planned, ends, leaves, measured_epochs
 from tula_hpc.analysis.what_if import WhatIf
 from tula_hpc.formatting import (
@@ -31,6 +31,7 @@ from tula_hpc.records import (
     Measurement,
     Plan,
     TrainResult,
+    of_partition,
 )
 
 

@@ -7,26 +7,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from tula_hpc.analysis.costs import interruptions
 from tula_hpc.analysis.costs.usage import job_runs
 from tula_hpc.analysis.models.profiles import is_out_of_memory, summarize
-from tula_hpc.analysis.planning.partitions import of_partition, prefixed
+from tula_hpc.analysis.planning.partitions import prefixed
 from tula_hpc.analysis.planning.planner import AGAIN
 from tula_hpc.analysis.planning.warnings import SCALED_NOTHING, about_partition
 from tula_hpc.analysis.report.plan_text import critical_batch_sentences
 from tula_hpc.analysis.report.tables import format_time
-from tula_hpc.analysis.run_contents import (
-    SMALLER_STEPS,
-    RunContents,
-    learned_nothing,
-)
+from tula_hpc.analysis.run_contents import SMALLER_STEPS, RunContents, learned_nothing
 from tula_hpc.analysis.search.propose import propose
 from tula_hpc.config import ClusterSpec, sweep_for
-from tula_hpc.formatting import (
-    HOUR_S,
-    format_money,
-    format_number,
-    in_short,
-    plural,
-)
-from tula_hpc.records import Doubt, Measurement, Remedy, RunHistory
+from tula_hpc.formatting import HOUR_S, format_money, format_number, in_short, plural
+from tula_hpc.records import Doubt, Measurement, Remedy, RunHistory, of_partition
 from tula_hpc.records.events import setup_failures
 from tula_hpc.records.training import NOT_FINITE, WITHOUT_SCORES
 

@@ -20,10 +20,18 @@ from tula_hpc.analysis.models.accumulation import Passes
 from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.analysis.models.step_time import fit_step_time
 from tula_hpc.analysis.models.step_time_fit import FormName
-from tula_hpc.analysis.planning.partitions import name_of, of_partition
+from tula_hpc.analysis.planning.partitions import name_of
 from tula_hpc.analysis.search.decision import Chosen
 from tula_hpc.config import SweepSpec
-from tula_hpc.records import Configuration, Doubt, Measurement, Plan, Remedy, is_usable
+from tula_hpc.records import (
+    Configuration,
+    Doubt,
+    Measurement,
+    Plan,
+    Remedy,
+    is_usable,
+    of_partition,
+)
 
 # seconds to start Python and torch and to connect the workers, unless they were measured
 START_S = 20.0

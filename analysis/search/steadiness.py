@@ -15,12 +15,12 @@ from typing import NamedTuple
 from tula_hpc.analysis.models.data_loading import loader_decides
 from tula_hpc.analysis.models.profiles import MOST_NOISE, Profile, Summary
 from tula_hpc.analysis.models.step_time import StepTimeModel, fit_step_time
-from tula_hpc.analysis.planning.partitions import FittedPartitions, of_partition, prefixed
+from tula_hpc.analysis.planning.partitions import FittedPartitions, prefixed
 from tula_hpc.analysis.search.decision import DecisionModel
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
 from tula_hpc.config.search import LEAST_SECONDS, MOST_SECONDS
 from tula_hpc.formatting import format_duration, in_comparison
-from tula_hpc.records import Configuration, Measurement, Plan, Remedy
+from tula_hpc.records import Configuration, Measurement, Plan, Remedy, of_partition
 
 # drift of the chosen configuration that is reported: its training takes longer or shorter by about
 # half of that

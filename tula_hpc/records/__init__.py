@@ -40,7 +40,7 @@ from tula_hpc.records.measurement import (
     compute_of,
     is_usable,
     measurements_for_search,
-    measurements_of,
+    of_partition,
     recorded_by_job,
     recorded_in,
     steps_of_epoch,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
@@ -273,9 +273,9 @@ def measurements_for_search(
     ]
 
 
-def measurements_of(measurements: Iterable[Measurement], partition: str) -> list[Measurement]:
-    """Return the measurements of one partition, and those that name none (older runs)."""
-    return [m for m in measurements if m.partition in ("", partition)]
+def of_partition(measurements: Sequence[Measurement], name: str) -> Sequence[Measurement]:
+    """Return the measurements of one partition; all of them if the cluster has no partitions."""
+    return [row for row in measurements if row.partition == name] if name else measurements
 
 
 def holds_any(output: Path, rows: Iterable[Measurement]) -> bool:

@@ -44,7 +44,7 @@ from tula_hpc.records import (
     Interval,
     RunDirectory,
     StepParts,
-    measurements_of,
+    of_partition,
     read_document,
     write_atomically,
 )
@@ -104,7 +104,7 @@ def _read(job: TrainJob) -> DriftStart:
     except RunDirectoryError:
         # a training that was started by hand has no plan
         return DriftStart()
-    measurements = measurements_of(run.measurements().records, job.partition)
+    measurements = of_partition(run.measurements().records, job.partition)
     workers = np.array(job.configuration.world_size, dtype=np.float64)
     update_s = float(update_time(summarize(measurements)).predict(workers))
     drift = read_drift(run.train(job.label).drift_file)
@@ -321,7 +321,7 @@ class DriftGuard:
         if self.worker.env.rank != 0:
             return StepParts()
         everything = RunDirectory(self.job.root).measurements().records
-        own = measurements_of(everything, self.job.partition)
+        own = of_partition(everything, self.job.partition)
         return expected_parts(own, self.job.configuration)
 
     def _host(self, node: int | None) -> str:

@@ -30,7 +30,7 @@ from tula_hpc.records import (
     Plan,
     RunDirectory,
     StepParts,
-    measurements_of,
+    of_partition,
 )
 from tula_hpc.records.base import Record
 from tula_hpc.training.drift import all_reduce_s, episode_of, put_on_record, read_drift, side_of
@@ -67,7 +67,7 @@ def drift_settings(job: TrainJob) -> DriftSettings | None:
     passes = job.sweep.workload.accumulation
     measured = [
         row
-        for row in measurements_of(run.measurements().records, job.partition)
+        for row in of_partition(run.measurements().records, job.partition)
         if (row.accumulation or passes) == passes
     ]
     return DriftSettings(
