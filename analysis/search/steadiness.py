@@ -172,7 +172,10 @@ def _what_to_do(one: Unsteady, search: SearchSpec, rows: Iterable[Measurement]) 
         return f"A new sweep with --set search.warmup_steps={steps} {anew} it when it has warmed up"
     own = [row for row in rows if row.configuration == one.profile.configuration]
     # without max_seconds the training's length set the limit
-    timed_s = max(map(_timed_s, own), default=0.0)
+    timed_s = max(
+        (sum(row.samples.get("step", ())) * row.round_steps.get("step", 1) for row in own),
+        default=0.0,
+    )
     key = f"search.max_seconds={LONGER * math.ceil(search.max_seconds or timed_s or MOST_SECONDS)}"
     # the next round would have exceeded max_steps
     if any(row.steps + row.round_steps.get("step", 1) > search.max_steps for row in own):
@@ -183,8 +186,3 @@ def _what_to_do(one: Unsteady, search: SearchSpec, rows: Iterable[Measurement]) 
             "arguments, a new sweep with another --run-dir measures it for longer"
         )
     return f"A new sweep with --set {key} {anew} it for longer"
-
-
-def _timed_s(row: Measurement) -> float:
-    """Return the seconds for which whole steps were timed."""
-    return sum(row.samples.get("step", ())) * row.round_steps.get("step", 1)

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from tula_hpc.check.reports import (
     AllReduce,
     Collectives,
-    Host,
     Interface,
     RankReport,
     Scope,
@@ -44,7 +43,9 @@ def judge_interfaces(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Ite
     lacking = hosts_where(known, lambda host: host.lacks_interface(backend))
     if lacking:
         example = next(host for report, host in known if report.hostname == lacking[0])
-        there = ", ".join(map(_rate, _candidates(example))) or "none that is up"
+        unset = example.model_copy(update={"wanted_interface": ""})
+        usable = [each for each in unset.chosen_interfaces("gloo") if each.up]
+        there = ", ".join(map(_rate, usable)) or "none that is up"
         found = f"{variable}={wanted}, but {named(lacking)} has no interface of that name"
         yield failed(
             Topic.INTERFACES, found, f"set it in [environment] to one of: {there}", lacking
@@ -69,11 +70,6 @@ def judge_interfaces(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Ite
         yield warning(Topic.INTERFACES, found, remedy)
         return
     yield ok(Topic.INTERFACES, f"{variable}={wanted}: {shown}" if wanted else shown)
-
-
-def _candidates(host: Host) -> list[Interface]:
-    unset = host.model_copy(update={"wanted_interface": ""})
-    return [each for each in unset.chosen_interfaces("gloo") if each.up]
 
 
 def _rate(interface: Interface) -> str:

@@ -23,6 +23,8 @@ OF_SUBMISSION = frozenset({
     "controller_minutes", "controller_partition", "controller_memory_gb", "on_event",
     "signal_delay_s",
 })  # fmt: skip
+# further keys that may change at any time
+FREE = (("workload", "data_dir"), ("training", "log_to"))
 # number of differences that are listed
 SHOWN_LINES = 40
 # characters of each, which may hold two paths
@@ -92,12 +94,8 @@ def that_matter(changes: Changes) -> Changes:
     return {
         key: (was, now)
         for key, (was, now) in changes.items()
-        if not _is_always_free(key) and not _was_moved(key, was, now)
+        if not is_of_submission(key) and key not in FREE and not _was_moved(key, was, now)
     }
-
-
-def _is_always_free(key: Key) -> bool:
-    return is_of_submission(key) or key in (("workload", "data_dir"), ("training", "log_to"))
 
 
 def _was_moved(key: Key, was: str, now: str) -> bool:

@@ -222,7 +222,11 @@ _NOT_REQUEUED = re.compile(r"^[\w.]*UncompletedJobError: Job not requeued becaus
 
 def informative_line(log: str) -> str:
     """Return the line that says most about a job's end: an exception, another sign, or the last."""
-    best = next(itertools.chain(*_lines_by_weight(log)), _no_word(log))
+    unknown = "its log does not say why"
+    if not log.strip():
+        place = "the run directory has to be on a file system that all nodes see"
+        unknown = f"no log was written; {place}"
+    best = next(itertools.chain(*_lines_by_weight(log)), unknown)
     best = _NOT_REQUEUED.sub("reached its time limit", best)
     best = re.sub(
         PYTHON_GONE,
@@ -272,12 +276,6 @@ def _lines_by_weight(log: str) -> list[list[str]]:
     signs = [line for line in lines if re.search(informative, line)]
     by_job = [line for line in lines if not line.startswith(_WITHOUT_REASON)]
     return [own, signs, raised, by_job[-1:], lines[-1:]]
-
-
-def _no_word(log: str) -> str:
-    if log.strip():
-        return "its log does not say why"
-    return "no log was written; the run directory has to be on a file system that all nodes see"
 
 
 _CHATTER = re.compile(

@@ -198,17 +198,15 @@ class MemoryMeter:
 
     def __init__(self, cluster: ClusterSpec) -> None:
         self.cuda = cluster.device == "cuda"
-        self.baseline_bytes = 0 if self.cuda else self._resident_baseline()
+        self.baseline_bytes = 0
+        if not self.cuda:
+            gc.collect()
+            process_memory.release_freed()
+            self.baseline_bytes = process_memory.resident_bytes()
         self.peak_bytes = self.reserved_bytes = 0
         self.total_bytes: int | None = None
         self.other_bytes: int | None = None
         self.short = Counter[str]()
-
-    @staticmethod
-    def _resident_baseline() -> int:
-        gc.collect()
-        process_memory.release_freed()
-        return process_memory.resident_bytes()
 
     @property
     def has_run_out(self) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from tula_hpc.config import ClusterSpec, cluster_sizes, study_part
@@ -53,19 +54,15 @@ class Preview(NamedTuple):
         Raises:
             RefusedError: Slurm would refuse a submission.
         """
-        shown = [part for kind in _by_kind(self.scripts) for part in _show(kind)]
+        kinds: dict[str, list[Script]] = {}
+        for script in self.scripts:
+            kinds.setdefault(script.kind, []).append(script)
+        shown = chain.from_iterable(map(_show, kinds.values()))
         sys.stdout.write("\n".join([*self.words, *shown]) + "\n")
         sys.stdout.flush()
         if self.scripts:
             _ask_slurm(self.scripts)
             sys.stdout.write("This was a dry run: nothing was submitted.\n")
-
-
-def _by_kind(scripts: Sequence[Script]) -> list[list[Script]]:
-    kinds: dict[str, list[Script]] = {}
-    for script in scripts:
-        kinds.setdefault(script.kind, []).append(script)
-    return [*kinds.values()]
 
 
 def _show(scripts: Sequence[Script]) -> Iterator[str]:
