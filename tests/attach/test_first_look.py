@@ -50,7 +50,11 @@ def test_the_output_is_a_sweep_file_that_lacks_only_the_epochs(tmp_path: Path) -
     assert (sweep.name, work.script, work.samples) == ("train", script, 640)
     assert work.arguments == ("--batch-size", "{local_batch}", "--epochs", "{epochs}", "--samples", "640")
     assert (sweep.search.min_batch, sweep.training.base_batch) == (16, 16)
-    assert [line.split()[1] for line in done.stdout.splitlines() if line.endswith("unknown")] == ["epochs", "metric"]
+    assert [line.split()[1] for line in done.stdout.splitlines() if line.endswith("unknown")] == [
+        "epochs",
+        "resume_arguments",
+        "metric",
+    ]
 
 
 def test_the_file_of_init_gets_its_missing_keys(
@@ -174,14 +178,60 @@ def test_without_an_argument_for_the_batch_an_option_of_the_script_is_suggested(
     assert f"arguments = {json.dumps(suggested)}" in capsys.readouterr().out
 
 
+def seen_of(**facts: object) -> dict[str, object]:
+    """What a run of a script might show, with these facts."""
+    failed = {"status": "oom", "nodes": 1, "workers_per_node": 1, "local_batch": 1, "finished_at": 0.0}
+    seen: dict[str, object] = {"forward_batch": 7, "accumulation": 1, "samples": 640, "others": [], "device": "cpu"}
+    return {**seen, "measurement": failed, "options": {"names": {}, "values": {}}, **facts}
+
+
+@pytest.mark.parametrize(
+    ("source", "resume"),
+    [
+        ('parser.add_argument("--resume")\ntorch.save(model, "last.pt")', 'resume_arguments = ["--resume", "last.pt"]'),
+        ('parser.add_argument("--resume", action="store_true")', 'resume_arguments = ["--resume"]'),
+        ("", '# resume_arguments = ["--resume", "last.pt"] # options that resume the script, without which it '),
+        ("import tula_hpc.attach as tula\ntula.keep(model=model)", ""),
+    ],
+)
+def test_what_is_printed_says_how_the_script_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], source: str, resume: str
+) -> None:
+    monkeypatch.setattr("tula_hpc.attach.__main__._look", lambda *_: seen_of())
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(source)
+    for arguments in (["train.py"], ["-m", "train"]):
+        assert main([*arguments, "--bs", "7", "--max_steps", "9"]) == 0
+        printed = capsys.readouterr().out
+        assert ("resume_arguments" in printed) == bool(resume)
+        assert f"\n{resume}" in printed
+        assert re.search(r"\n# epochs = .*; {steps} is epochs \* samples / global batch: unknown\n", printed)
+
+
+@pytest.mark.parametrize(("option", "line"), [("--accum 3", "accumulation = 2"), ("", "# accumulation = 2 ")])
+def test_passes_that_cannot_be_planned_are_not_printed_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str, line: str
+) -> None:
+    monkeypatch.setattr("tula_hpc.attach.__main__._look", lambda *_: seen_of(accumulation=3))
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    assert main(["train.py", "--bs", "7", *option.split()]) == 0
+    printed = capsys.readouterr().out
+    assert f"\n{line}" in printed
+    Path("train.toml").write_text(printed)
+    sweep = load_sweep(Path("train.toml"), ["workload.epochs=9"])
+    assert (sweep.workload.accumulation, sweep.training.base_batch) == (2 if option else 1, 21)
+    Path("train.toml").write_text(printed.replace("accumulation = 2", "accumulation = 1"))
+    assert main(["--into", "train.toml", "train.py", "--bs", "7", *option.split()]) == 0
+    advice = "set accumulation to 2 and base_batch to 63" if option else "and only powers of two can be planned: give"
+    assert advice in capsys.readouterr().out
+
+
 def test_a_pass_of_more_samples_than_the_data_set_has_items_leaves_the_samples_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The items may be several views of an image; the batch of the step is within the bounds."""
-    seen: dict[str, object] = {"forward_batch": 1024, "accumulation": 1, "samples": 640, "others": [], "device": "cpu"}
-    seen["measurement"] = {"status": "oom", "nodes": 1, "workers_per_node": 1, "local_batch": 1, "finished_at": 0.0}
-    seen["options"] = {"names": {}, "values": {}}
-    monkeypatch.setattr("tula_hpc.attach.__main__._look", lambda *_: seen)
+    monkeypatch.setattr("tula_hpc.attach.__main__._look", lambda *_: seen_of(forward_batch=1024))
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
     assert main(["train.py", "--batch", "1024"]) == 0
@@ -196,9 +246,7 @@ def test_a_pass_of_more_samples_than_the_data_set_has_items_leaves_the_samples_o
 def test_where_the_script_has_no_option_for_its_batch_the_file_gets_the_runs_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen: dict[str, object] = {"forward_batch": 7, "accumulation": 1, "samples": 640, "others": [], "device": "cpu"}
-    seen["measurement"] = {"status": "oom", "nodes": 1, "workers_per_node": 1, "local_batch": 1, "finished_at": 0.0}
-    seen["options"] = {"names": {"--lr": "--lr"}, "values": {}}
+    seen = seen_of(options={"names": {"--lr": "--lr"}, "values": {}})
     monkeypatch.setattr("tula_hpc.attach.__main__._look", lambda *_: seen)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -322,6 +370,8 @@ def test_a_missing_script_is_refused(tmp_path: Path) -> None:
         # a script with its own way of loading
         (["--total_batch", "4096"], 0, 1, ["--total_batch", "4096"]),
         (["--batch", "16", "--batch-workers", "0"], 0, 1, ["--batch", "16", "--batch-workers", "0"]),
+        (["--bs=8", "--grad_accum", "3"], 8, 3, ["--bs={local_batch}", "--grad_accum", "{accumulation}"]),
+        (["--bs=8", "--accumulate=1"], 8, 1, ["--bs={local_batch}", "--accumulate=1"]),
         (["--lr", "0.1"], 64, 1, ["--lr", "0.1"]),
         (["--bs=8", "--num-steps=99"], 8, 1, ["--bs={local_batch}", "--num-steps={steps}"]),
         (["--num-envs=8", "--num-steps=99"], 0, 1, ["--num-envs=8", "--num-steps=99"]),

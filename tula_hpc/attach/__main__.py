@@ -67,15 +67,17 @@ from tula_hpc.init.sweep_file import (
     fill_in,
     name_line,
     other_passes,
+    power_of_two,
     required_arguments,
     required_keys,
+    resume_lines,
     search_and_training,
     with_arguments,
     with_asked_arguments,
     with_fitting_bounds,
     workers_in,
 )
-from tula_hpc.own_sources import find_module, named_above, source_of
+from tula_hpc.own_sources import find_module, named_above, program_of, source_of
 from tula_hpc.records import Configuration, Measurement, write_atomically
 
 if TYPE_CHECKING:
@@ -158,7 +160,7 @@ def _run(options: argparse.Namespace) -> int:
             )
             return 1
         known = {key: value for key, value in table.items() if key not in unknown}
-        known["base_batch"] = _step_batch(result)
+        known |= {"base_batch": _step_batch(result), "passes": result["accumulation"]}
         # an argument in the file may carry the batch, though none of this run does
         completed = _complete(
             options.into,
@@ -359,31 +361,7 @@ def _table(
     table: dict[str, Any] = {key: options.script, "arguments": arguments}
     asked: dict[str, tuple[Any, str]] = {}
     if not any("batch}" in argument for argument in arguments):
-        words = (
-            f"no argument is {got}, the batch that the model got: put {{local_batch}} into the one "
-            "that sets it, and check that the script's loader uses it"
-        )
-        if not got:
-            words = "no tensor shows the batch: put {local_batch} into the argument that sets it"
-        elif not options.arguments and not known.names:
-            words = (
-                f"the script was given no arguments and parses none: its batch, {got}, is set in its "
-                "source or environment; give it an option for that"
-            )
-        carrying = _with_batch(arguments, known, options)
-        if got and settings:
-            place = Path(settings)
-            carrying = [str(place.with_stem(f"{place.stem}-{{local_batch}}"))]
-            words = (
-                f"the script was given only {settings} and parsed no options: write one such file "
-                "for each batch that is tried"
-            )
-        if got and (named := _named_by(arguments, got)):
-            carrying = named
-            words = (
-                f"a file is named after {got}, the batch: write one for each batch that is tried"
-            )
-        asked["arguments"] = (carrying, words)
+        asked["arguments"] = _asked_arguments(options, arguments, known, got, settings)
     samples = result["samples"] or 0
     if samples >= max(1, got):
         table["samples"] = samples
@@ -397,15 +375,52 @@ def _table(
         asked["samples"] = (50_000, words)
     # the epochs of this run are not used, as it was only a trial
     words = "of the whole training"
-    if not any(name in " ".join(arguments) for name in ("{epochs}", "{steps}")):
+    joined = " ".join(arguments)
+    if "{steps}" in joined:
+        words += "; {steps} is epochs * samples / global batch"
+    elif "{epochs}" not in joined:
         words += "; put {epochs} into the argument that sets them, or {steps} where steps are set"
     asked["epochs"] = (90, words)
-    if result["accumulation"] > 1:
-        table["accumulation"] = result["accumulation"]
+    passes = result["accumulation"]
+    planned = power_of_two(max(1, passes))
+    if passes == planned or "{accumulation}" in joined:
+        table |= {"accumulation": planned} if planned > 1 else {}
+    else:
+        words = f"a step took {passes} forward passes here; only powers of two can be planned"
+        asked["accumulation"] = (planned, words)
     return table, {
         key: KeyLine(key, value, f"{words}: {UNKNOWN}", asked=True)
         for key, (value, words) in asked.items()
     }
+
+
+def _asked_arguments(
+    options: argparse.Namespace, arguments: list[str], known: ParsedOptions, got: int, settings: str
+) -> tuple[list[str], str]:
+    """Return arguments that might carry the batch, which none of the run's is, and the reason."""
+    words = (
+        f"no argument is {got}, the batch that the model got: put {{local_batch}} into the one "
+        "that sets it, and check that the script's loader uses it"
+    )
+    if not got:
+        words = "no tensor shows the batch: put {local_batch} into the argument that sets it"
+    elif not options.arguments and not known.names:
+        words = (
+            f"the script was given no arguments and parses none: its batch, {got}, is set in its "
+            "source or environment; give it an option for that"
+        )
+    carrying = _with_batch(arguments, known, options)
+    if got and settings:
+        place = Path(settings)
+        carrying = [str(place.with_stem(f"{place.stem}-{{local_batch}}"))]
+        words = (
+            f"the script was given only {settings} and parsed no options: write one such file "
+            "for each batch that is tried"
+        )
+    if got and (named := _named_by(arguments, got)):
+        carrying = named
+        words = f"a file is named after {got}, the batch: write one for each batch that is tried"
+    return carrying, words
 
 
 def _settings_alone(arguments: Sequence[str], names: Mapping[str, str]) -> str:
@@ -460,11 +475,19 @@ def _sweep_file(
         for name, value in table.items()
         if name not in unknown
     )
-    yield from (line.text() for line in (*unknown.values(), METRIC))
+    yield from (line.text() for line in unknown.values())
+    program = program_of(table["module"]) if "module" in table else Path(table["script"])
+    # a state that is kept here needs no arguments, even if another file of the script keeps it
+    if program is not None and not result["measurement"].get("kept"):
+        yield from (line.text() for line in resume_lines(read_options(program)))
+    yield METRIC.text()
     yield ""
     cluster = ClusterSpec(device=result["device"])
     yield from search_and_training(
-        cluster, max(1, _step_batch(result)), result["accumulation"], table.get("samples")
+        cluster,
+        max(1, _step_batch(result)),
+        table.get("accumulation", 1),
+        table.get("samples"),
     )
 
 
@@ -484,10 +507,10 @@ def _complete(
 ) -> str:
     """Write values that a sweep file lacks; return a sentence on what was added and is missing.
 
-    `table` has the known keys of the workload, and one worker's `base_batch`, 0 where it is
-    unknown. `arguments` have placeholders; `names` has each option's longest name by any name.
-    `asked` has the arguments that the user has to write, if the batch is in none of the run's;
-    `by_hand`: those in the file are no use.
+    `table` has the known keys of the workload, the `passes` of a step, and one worker's
+    `base_batch`, 0 where it is unknown. `arguments` have placeholders; `names` has each option's
+    longest name by any name. `asked` has the arguments that the user has to write, if the batch is
+    in none of the run's; `by_hand`: those in the file are no use.
     """
     text = path.read_text()
     table = {**table, "base_batch": table["base_batch"] * workers_in(text)}
@@ -511,8 +534,7 @@ def _complete(
         why = asked.comment.removesuffix(f": {UNKNOWN}")
         lacking.append(f"arguments = {value} ({why})")
     ready = f"fill in {' and '.join(lacking)} by hand" if lacking else "it is complete"
-    seen = table.get("accumulation", 1)
-    advice = other_passes(text, seen, is_step="base_batch" in keys)
+    advice = other_passes(text, table["passes"], is_step="base_batch" in keys)
     return f"{path}: {done}; {advice}{ready}."
 
 

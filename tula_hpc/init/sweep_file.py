@@ -129,14 +129,7 @@ def _workload(script: Script) -> Iterator[KeyLine]:
         yield KeyLine("seed", _number(options.seed, LARGEST_SEED) or 0, "seed that the script gets")
     if options.accumulation is not None and not options.shares_passes:
         yield KeyLine("accumulation", _passes(options), "forward passes in a step")
-    yield from _resume(options)
-    if options.resume is None and not options.is_kept:
-        yield KeyLine(
-            "resume_arguments",
-            ["--resume", "last.pt"],
-            f"options that resume the script, without which it begins anew: {UNKNOWN}",
-            asked=True,
-        )
+    yield from resume_lines(options)
     yield METRIC
 
 
@@ -166,11 +159,15 @@ def _arguments(options: ScriptOptions) -> Iterator[KeyLine]:
         yield KeyLine("arguments", [*option.words("...")], comment, asked=True)
 
 
-def _resume(options: ScriptOptions) -> Iterator[KeyLine]:
+def resume_lines(options: ScriptOptions) -> Iterator[KeyLine]:
+    """Yield the line of `resume_arguments`; nothing for a script that keeps its state here."""
     resume = options.resume
-    if resume is None or options.is_kept:
+    if options.is_kept:
         return
-    if not resume.takes_value:
+    if resume is None:
+        comment = f"options that resume the script, without which it begins anew: {UNKNOWN}"
+        yield KeyLine("resume_arguments", ["--resume", "last.pt"], comment, asked=True)
+    elif not resume.takes_value:
         yield KeyLine("resume_arguments", resume.words(""), "appended after an interruption")
     elif len(options.saved) == 1:
         comment = "appended after an interruption, if the file is there"
@@ -199,8 +196,8 @@ def search_and_training(
     workers = cluster.parts()[0].workers_per_node
     # each worker of the largest size needs a sample for each of its passes
     needed = passes * sizes[-1] * workers if passes > 1 else 1
-    most = _power_of_two(min(LARGEST_BATCH, samples or LARGEST_BATCH))
-    smallest = min(most, max(_power_of_two(base_batch), _power_of_two(2 * needed - 1)))
+    most = power_of_two(min(LARGEST_BATCH, samples or LARGEST_BATCH))
+    smallest = min(most, max(power_of_two(base_batch), power_of_two(2 * needed - 1)))
     largest = min(most, smallest * max(BATCH_RANGE, sizes[-1] * workers))
     here = ", limited by this machine's cores" if _shares_cores(cluster) else ""
     words = f"nodes, of {plural(workers, 'worker')} each; at most {nodes}{here}"
@@ -241,7 +238,7 @@ def _shares_cores(cluster: ClusterSpec) -> bool:
     return cluster.executor == "local" and cluster.device == "cpu"
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
     """Return the largest power of two that is not above a number."""
     return int(2 ** (number.bit_length() - 1))
 
@@ -262,7 +259,7 @@ def _own_passes(options: ScriptOptions) -> int:
 
 def _passes(options: ScriptOptions) -> int:
     """Return a worker's passes rounded down to a power of two, which divides all batches."""
-    return 1 if options.shares_passes else _power_of_two(_own_passes(options))
+    return 1 if options.shares_passes else power_of_two(_own_passes(options))
 
 
 def _number(option: Option | None, largest: int) -> int | None:
@@ -318,9 +315,10 @@ def fill_in(text: str, known: Mapping[str, Any]) -> tuple[str, list[str]]:
         keys.append("base_batch")
     if "accumulation" in known and not _has(text, "accumulation"):
         keys.append("accumulation")
+        passes = known.get("passes", known["accumulation"])
         text = re.sub(
             r"^(\s*base_batch\s*=\s*)([\d_]+)",
-            lambda found: f"{found[1]}{int(found[2]) * known['accumulation']}",
+            lambda found: f"{found[1]}{int(found[2]) * passes}",
             text,
             flags=re.MULTILINE,
         )
@@ -357,12 +355,16 @@ def other_passes(text: str, seen: int, *, is_step: bool) -> str:
     `is_step`: the file's base_batch is that of the step that was seen.
     """
     before = _number_in(text, "accumulation") or 1
-    if seen == before:
+    took = f"a step took {plural(seen, 'forward pass')} here"
+    asked = power_of_two(seen) if "{accumulation}" in text else seen
+    if asked == before:
         return ""
+    if asked != power_of_two(asked):
+        return f"{took}, and only powers of two can be planned: give the script another number; "
     batch = _number_in(text, "base_batch")
     # the batch of one pass stays, and a step has more of them
     more = f" and base_batch to {batch * seen // before}" if batch and not is_step else ""
-    return f"a step took {plural(seen, 'forward pass')} here: set accumulation to {seen}{more}; "
+    return f"{took}: set accumulation to {asked}{more}; "
 
 
 def with_fitting_bounds(text: str) -> tuple[str, dict[str, int]]:
@@ -377,8 +379,8 @@ def with_fitting_bounds(text: str) -> tuple[str, dict[str, int]]:
     base = _number_in(text, "base_batch")
     raised = 1
     if base > bounds["max_batch"]:
-        raised = _power_of_two(base) // bounds["min_batch"]
-    most = _power_of_two(_number_in(text, "samples") or LARGEST_BATCH)
+        raised = power_of_two(base) // bounds["min_batch"]
+    most = power_of_two(_number_in(text, "samples") or LARGEST_BATCH)
     fitting = {key: min(value * raised, most) for key, value in bounds.items()}
     changed = dict(fitting.items() - bounds.items())
     for key, value in changed.items():
