@@ -26,6 +26,8 @@ MOST_FILES = 500
 _ABOVE = re.compile(r"""(?<![\w./])\.\.(?:/|["']\)?\s*[,/]\s*["'])(\w[\w.-]*)""")
 _PACKAGE = Path(__file__).absolute().parent
 _LIBRARIES = ("site-packages", "dist-packages")
+# option by which torch.distributed.launch gives a script its place on the node
+_LOCAL_RANK = re.compile(rb"""(?:add_argument|option)\([^)]*?["'](--local[-_]rank)["']""")
 # ways for several workers to train one model: torch's, and frameworks around it
 _TOGETHER = re.compile(
     rb"distributed|\bddp\b|accelerat|trainer|fabric|lightning|deepspeed|horovod", re.IGNORECASE
@@ -119,6 +121,12 @@ def named_above(entry_points: Iterable[str], arguments: Iterable[str]) -> list[s
     """Return names in the folder above that own code or its arguments use: `data` of "../data"."""
     texts = [text.decode(errors="replace") for text in _texts_of(entry_points)]
     return sorted({name for text in (*texts, *arguments) for name in _ABOVE.findall(text)})
+
+
+def local_rank_option(entry_points: Iterable[str]) -> str:
+    """Return the option in which own code takes its local rank; "" if it has none."""
+    found = (_LOCAL_RANK.search(text) for text in _texts_of(entry_points))
+    return next((match[1].decode() for match in found if match), "")
 
 
 def _texts_of(entry_points: Iterable[str]) -> list[bytes]:

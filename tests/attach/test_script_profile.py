@@ -378,3 +378,20 @@ def test_batches_that_vary_have_fewer_samples_than_asked_for_or_more(
     sizes: list[int], asked: int | None, mean: float, share: float
 ) -> None:
     assert batch_share(Counter(sizes), asked, mean) == share
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_script_that_takes_its_local_rank_as_an_option_gets_it_where_there_are_several(
+    tmp_path: Path, world: int
+) -> None:
+    """As torch.distributed.launch gives it; without it such a script trains by itself."""
+    script = tmp_path / "train.py"
+    plain = (SCRIPTS / "plain.py").read_text()
+    own = """parser.add_argument(
+        "--local_rank", type=int, default=-1)
+    options = parser.parse_args()
+    world = 1 if options.local_rank == -1 else int(os.environ["WORLD_SIZE"])"""
+    changed = plain.replace("options = parser.parse_args()", own)
+    script.write_text(changed.replace('    world = int(os.environ.get("WORLD_SIZE", "1"))\n', ""))
+    outcomes = profiled(script, ("--batch-size", "4", "--epochs", "9"), tmp_path, world)
+    assert [measurement_of(each).nodes for each in outcomes] == [world] * world

@@ -34,7 +34,7 @@ from tula_hpc.attach.reporting import (
     read_message,
     unexplained,
 )
-from tula_hpc.attach.script import torchrun_variables
+from tula_hpc.attach.script import Script, torchrun_variables
 from tula_hpc.ddp.rendezvous import LOOPBACK, free_port
 from tula_hpc.env import (
     WorkerEnvironment,
@@ -47,6 +47,7 @@ from tula_hpc.errors import InputError, TulaError, error_for
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import plural
 from tula_hpc.launch.diagnosis import last_bytes, without_chatter
+from tula_hpc.own_sources import local_rank_option
 from tula_hpc.process_memory import descendants
 from tula_hpc.python_path import start_of_python
 from tula_hpc.records import Configuration, parse_record, write_atomically
@@ -228,7 +229,8 @@ def start(
     spec.message_file.unlink(missing_ok=True)
     file = spec.message_file.with_suffix(".spec")
     answers, answer_end = os.pipe()
-    write_atomically(file, spec.model_copy(update={"answers": answer_end}).model_dump_json())
+    changes = {"answers": answer_end, "program": _with_local_rank(spec.program, variables)}
+    write_atomically(file, spec.model_copy(update=changes).model_dump_json())
     process = subprocess.Popen(
         [*start_of_python(), "-m", "tula_hpc.attach.child", str(file)],
         cwd=folder,
@@ -242,6 +244,17 @@ def start(
     os.close(answer_end)
     _LIVING.add(process.pid)
     return Child(spec, process, log, others, answers)
+
+
+def _with_local_rank(program: Script, variables: dict[str, str]) -> Script:
+    """Give a script of several workers its local rank as `torch.distributed.launch` does."""
+    option = local_rank_option([str(program.path or program.module)])
+    given = any(each.startswith(("--local_rank", "--local-rank")) for each in program.arguments)
+    # a single worker's script trains without a process group if it gets none
+    if not option or given or variables["WORLD_SIZE"] == "1":
+        return program
+    first = f"{option}={variables['LOCAL_RANK']}"
+    return program._replace(arguments=(first, *program.arguments))
 
 
 class WorkerPeers:
