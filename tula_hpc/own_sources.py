@@ -28,6 +28,8 @@ _PACKAGE = Path(__file__).absolute().parent
 _LIBRARIES = ("site-packages", "dist-packages")
 # option by which torch.distributed.launch gives a script its place on the node
 _LOCAL_RANK = re.compile(rb"""(?:add_argument|option)\([^)]*?["'](--local[-_]rank)["']""")
+# argparse takes everything behind such an argument as it is, options too
+_REST = re.compile(rb"""nargs\s*=\s*(?:[\w.]*\bREMAINDER|["']\.\.\.["'])""")
 # ways for several workers to train one model: torch's, and frameworks around it
 _TOGETHER = re.compile(
     rb"distributed|\bddp\b|accelerat|trainer|fabric|lightning|deepspeed|horovod", re.IGNORECASE
@@ -127,6 +129,11 @@ def local_rank_option(entry_points: Iterable[str]) -> str:
     """Return the option in which own code takes its local rank; "" if it has none."""
     found = (_LOCAL_RANK.search(text) for text in _texts_of(entry_points))
     return next((match[1].decode() for match in found if match), "")
+
+
+def takes_rest(entry_points: Iterable[str]) -> bool:
+    """Tell whether own code takes the rest of a command line as it is: no option may follow it."""
+    return any(map(_REST.search, _texts_of(entry_points)))
 
 
 def _texts_of(entry_points: Iterable[str]) -> list[bytes]:

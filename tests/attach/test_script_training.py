@@ -212,6 +212,19 @@ def test_a_stopped_script_resumes_from_its_own_checkpoint(
     assert ("handled" in output) == (option == "--handler")
 
 
+def test_options_to_go_on_come_before_a_rest_that_its_parser_takes_as_it_is(tmp_path: Path) -> None:
+    """As Detectron2's pairs of a key and a value."""
+    script = tmp_path / "train_net.py"
+    own = 'parser.add_argument("opts", nargs=argparse.REMAINDER)\n    return parser'
+    script.write_text((SCRIPTS / "own_checkpoints.py").read_text().replace("return parser", own))
+    arguments = [*OWN["arguments"], "SOLVER.LR", "0.1"]
+    workload = {**OWN, **LONG, "script": script, "arguments": arguments, "resume_arguments": ["--auto-resume"]}
+    run, ended = train(tmp_path / "run", workload, at_step(6, signal.SIGUSR2))
+    assert result_of(run, ended).steps == 56
+    output = "".join(path.read_text() for path in (run.train().root / "script").glob("*.log"))
+    assert output.count("resumed at epoch") == 2
+
+
 def test_an_epoch_that_is_repeated_counts_once(tmp_path: Path) -> None:
     going_on = {"arguments": [*OWN["arguments"], "--repeats"], "resume_arguments": ["--resume=checkpoints/*.pt"]}
     workload = {**OWN, **LONG, **going_on}

@@ -7,6 +7,7 @@ ends after a step that all workers agree on.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -30,7 +31,7 @@ from tula_hpc.errors import StageError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import format_score, plural
 from tula_hpc.launch.job_specs import TrainJob
-from tula_hpc.own_sources import named_above
+from tula_hpc.own_sources import named_above, takes_rest
 from tula_hpc.records import (
     RunDirectory,
     TrainResult,
@@ -198,9 +199,12 @@ class ScriptJob:
         from tula_hpc.attach.reporting import ChildSpec
 
         script = script_of(self.job.sweep, self.job.configuration, own)
+        parts = [script.arguments, start.resuming]
+        if start.resuming and takes_rest(self.job.sweep.workload.entry_points):
+            parts.reverse()
         return ChildSpec(
             mode="train",
-            program=script._replace(arguments=(*script.arguments, *start.resuming)),
+            program=script._replace(arguments=tuple(itertools.chain(*parts))),
             home=Path.cwd(),
             message_file=self.folder / f"rank-{self.place.rank}.said",
             parent=os.getpid(),
