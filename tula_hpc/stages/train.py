@@ -436,7 +436,8 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
                 shown.append(format_score(row.test_accuracy, row.test_loss))
                 break
         left_s = training_left_s(metrics.steps, last, epochs) if now.running else None
-        notes += _off_plan(metrics, done, epochs)
+        # a script may go through up to an epoch again after a restart
+        notes += _off_plan(metrics, done - restarts[0], epochs)
         # not after one epoch, whose score may come after its end
         if len(metrics.epochs) > 1 and (words := unmatched_metric(sweep, metrics, running=True)):
             notes.append(words)
