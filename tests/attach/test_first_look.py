@@ -285,6 +285,10 @@ def test_a_script_that_takes_only_a_file_of_settings_is_given_no_options(
         ("", {"train.batch_size=128 lr=1": "train.batch_size={local_batch} lr=1"}),
         ("", {"lr=1 epochs=9": "lr=1 epochs={epochs} batch_size={local_batch}"}),
         ("", {"--lr=1": "--lr=1 --batch-size {local_batch}"}),
+        (
+            "load(cfg.data.batch)",
+            {"lr=1": "lr=1 data.batch={local_batch}", "--lr=1": "--lr=1 --batch-size {local_batch}"},
+        ),
         ("import hydra\n@hydra.main()\ndef f(cfg): load(cfg.data.batch)", {"lr=1": "lr=1 data.batch={local_batch}"}),
     ],
 )
@@ -300,9 +304,9 @@ def test_a_script_that_takes_keys_is_suggested_one_for_its_batch(
     seen["options"] = {"names": {"--help": "--help"}, "values": {}}
     monkeypatch.setattr("tula_hpc.attach.__main__._look", lambda *_: seen)
     (tmp_path / "train.py").write_text(source)
-    ((arguments, expected),) = suggested.items()
-    assert main([str(tmp_path / "train.py"), *arguments.split()]) == 0
-    assert f"arguments = {json.dumps(expected.split())}" in capsys.readouterr().out
+    for arguments, expected in suggested.items():
+        assert main([str(tmp_path / "train.py"), *arguments.split()]) == 0
+        assert f"arguments = {json.dumps(expected.split())}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("before", ["epoch 1\n" * 9, ""])

@@ -102,10 +102,17 @@ flags.DEFINE_bool("resume", False, "")
 """
 HYDRA = """
 import hydra
+from omegaconf import DictConfig, OmegaConf
 @hydra.main(config_path=".")
 def main(cfg):
     loader = DataLoader(data, cfg.train.batch_size)
     for epoch in range(cfg.train.epochs): ...
+"""
+OMEGACONF = """
+from omegaconf import OmegaConf
+cfg = OmegaConf.merge(OmegaConf.load("base.yaml"), OmegaConf.from_cli())
+loader = DataLoader(data, cfg.train.batch_size)
+for epoch in range(cfg.train.epochs): ...
 """
 DATACLASS = """
 import tyro
@@ -237,6 +244,7 @@ NOTHING = "batch_size = 64\nmodel = build()\n"
         ),
         (ABSL, "--batch_size {local_batch} --max_epochs {epochs}", {"epochs": 7}),
         (HYDRA, "train.batch_size={local_batch} train.epochs={epochs}", {}),
+        (OMEGACONF, "train.batch_size={local_batch} train.epochs={epochs}", {}),
         (OF_THE_NODE, "-b {local_batch} --epochs {epochs}", {"epochs": 90}),
         (OF_A_MODEL, "--micro-batch-size {local_batch} --train-iters {steps}", {}),
         (SUBCOMMANDS, "--nodes {nodes} train --bs {local_batch} --epochs {epochs} --seed {seed}", {"seed": 7}),
@@ -261,7 +269,16 @@ NOTHING = "batch_size = 64\nmodel = build()\n"
             "lightning's command line",
             "absl",
         ),
-        *("hydra", "of the node", "of a model", "subcommands", "click group", "typer commands", "dataclass"),
+        *(
+            "hydra",
+            "omegaconf",
+            "of the node",
+            "of a model",
+            "subcommands",
+            "click group",
+            "typer commands",
+            "dataclass",
+        ),
         "configurator",
     ],
 )

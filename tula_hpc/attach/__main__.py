@@ -451,10 +451,11 @@ def _with_batch(
     own = next((name for name in known.names.values() if "batch" in name), None)
     if own is not None:
         return [*arguments, *worded(own, "{local_batch}")]
-    declared = None if options.is_module else read_options(Path(options.script)).batch
-    if declared is not None:
-        return [*arguments, *declared.words("{local_batch}")]
     is_keyed = any(re.match(r"[^-=]+=", argument) for argument in arguments)
+    if not options.is_module:
+        declared = read_options(Path(options.script), takes_keys=is_keyed).batch
+        if declared is not None:
+            return [*arguments, *declared.words("{local_batch}")]
     if is_keyed:
         return [*arguments, "batch_size={local_batch}"]
     return [*arguments, "--batch-size", "{local_batch}"]

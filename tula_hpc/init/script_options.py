@@ -2,7 +2,7 @@
 
 This finds options of argparse and click, absl's flags, parameters and fields of the functions and
 dataclasses from which typer, Fire, tyro or Hugging Face's `HfArgumentParser` make a command line,
-the keys that a script with Hydra reads, and variables that a script lets nanoGPT's configurator set.
+the keys that a script with Hydra or OmegaConf reads, and variables that a script lets nanoGPT's configurator set.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ _OF_ROLLOUTS = re.compile(r"total_?time_?steps|(?:num|n)_?envs")
 _OF_A_ROLLOUT = re.compile(r"(?:num|n)_?steps")
 _MAKERS = frozenset({"run", "Fire", "cli", "HfArgumentParser", "ArgumentParser"})
 _KEEPING = frozenset({"keep", "trainer_callback", "lightning_callback"})
-_HYDRA_ROOTS = frozenset({"cfg", "config", "conf"})
+_CONFIGS = frozenset({"cfg", "config", "conf"})
 # options of transformers.TrainingArguments, which is not in the script's own source
 _HUGGING_FACE = (
     Option("--per_device_train_batch_size", ("per_device_train_batch_size",), 8),
@@ -148,8 +148,10 @@ _LIGHTNING_CLI = (
 )
 
 
-def read_options(path: Path) -> ScriptOptions:
+def read_options(path: Path, *, takes_keys: bool = False) -> ScriptOptions:
     """Read the options of a script's command line from its source.
+
+    `takes_keys`: the script is known to take keys of its configuration, as in `train.lr=0.1`.
 
     Raises:
         ValueError: The script cannot be read, or is not valid Python.
@@ -161,7 +163,9 @@ def read_options(path: Path) -> ScriptOptions:
         raise ValueError(f"cannot be read: {error.strerror}") from None
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ValueError(f"is not valid Python: {error}") from None
-    declared = [*_declared(tree), *_made(tree), *_of_hydra(tree), *_of_configurator(tree)]
+    declared = [*_declared(tree), *_made(tree), *_of_configurator(tree)]
+    if takes_keys or _takes_keys(tree):
+        declared += _of_config(tree)
     # options whose value the script computes, as CleanRL's batch_size: int = 0
     computed = computed_in(tree)
     options = [each for each in declared if each.default != 0 or computed.isdisjoint(each.names)]
@@ -411,15 +415,19 @@ def _of_name(name: str, value: ast.expr | None, constants: dict[str, Any]) -> Op
     return Option(flag, tuple(names), default, not isinstance(default, bool), is_required)
 
 
-def _of_hydra(tree: ast.Module) -> Iterator[Option]:
-    """Yield the keys that a script with Hydra reads from its configuration."""
-    if not any(last_name(node) == "main" for node in _decorators(tree)):
-        return
-    if "hydra" not in imported_by(tree):
-        return
+def _takes_keys(tree: ast.Module) -> bool:
+    """Tell whether a script takes keys of its configuration, by Hydra or by OmegaConf itself."""
+    imported = imported_by(tree)
+    if "hydra" in imported and any(last_name(node) == "main" for node in _decorators(tree)):
+        return True
+    return "omegaconf" in imported and any(last_name(node) == "from_cli" for node in ast.walk(tree))
+
+
+def _of_config(tree: ast.Module) -> Iterator[Option]:
+    """Yield the keys that a script reads from its configuration."""
     for node in ast.walk(tree):
         keys = keys_of(node)
-        if len(keys) > 1 and keys[0] in _HYDRA_ROOTS:
+        if len(keys) > 1 and keys[0] in _CONFIGS:
             yield Option(f"{'.'.join(keys[1:])}=", (_written(keys[-1]),))
 
 
