@@ -84,7 +84,7 @@ def draw_run_curves(curves: Sequence[RunCurve]) -> Drawing | Missing:
         ]
         style.legend(panels[0], keys, left=0.0)
     table = Table(COLUMNS, [row for curve in curves for row in _rows(curve)])
-    return Drawing(NAME, title, _caption(curves, kinds), figure, table)
+    return Drawing(NAME, title, _caption(kinds), figure, table)
 
 
 def _colour(index: int) -> str:
@@ -145,7 +145,7 @@ def _title(curves: Sequence[RunCurve]) -> str:
     return f"Shortest epoch of the chosen configurations: {texts[0]} ({', '.join(texts[1:])})"
 
 
-def _caption(curves: Sequence[RunCurve], kinds: set[bool]) -> str:
+def _caption(kinds: set[bool]) -> str:
     text = (
         "Each run has its own colour and shape. Lines are predictions, marks are measurements, and "
         "rings are the chosen batches. Each batch is shown on the fastest feasible number of "

@@ -288,7 +288,7 @@ def _fit_form(
         found = law.evaluate(coefficients, rows)
         return found.seconds, found.gradients
 
-    scale = _scale(law, rows, linear)
+    scale = _scale(rows, linear)
     problem = Problem(evaluate, rows.seconds, weights, upper, lower, believed, firmness, scale)
     starts = _starts(linear, weights, free, believed) if near is None else [near]
     fit = fit_relative(problem, starts, free)
@@ -328,7 +328,7 @@ def _free(law: Law, rows: Rows, linear: Array) -> NDArray[np.bool_]:
     return free
 
 
-def _scale(law: Law, rows: Rows, linear: Array) -> Array:
+def _scale(rows: Rows, linear: Array) -> Array:
     """Return the size of each coefficient that alone would explain a row of the plain sum."""
     scale = explaining_a_row(linear)
     scale[terms.FLOOR] = scale[terms.FIXED]

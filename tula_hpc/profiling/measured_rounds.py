@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tula_hpc.ddp.agreement import Agreeing, if_memory_suffices
+from tula_hpc.ddp.agreement import if_memory_suffices
 from tula_hpc.ddp.worker import bare_all_reduce
 from tula_hpc.env import unix_time
 from tula_hpc.profiling.meters import (
@@ -47,7 +47,7 @@ MOST_ATTEMPTS = 3
 SETTLING_S = 1.0
 
 
-class Profiled(Metered, Agreeing, Protocol):
+class Profiled(Metered, Protocol):
     """A worker whose steps are timed."""
 
     @property

@@ -90,7 +90,7 @@ class ScriptScaling:
         `model` is the one that the script defines. `epochs_seen` before this step is fractional.
         """
         if self.scaling is None or self.scaling.base is not optimizer:
-            self.scaling = self._around(optimizer, model)
+            self.scaling = self._around(optimizer)
         # an evaluation with gradients looks like further passes
         passes = min(self._passes, self.sweep.workload.accumulation)
         self._passes = 0
@@ -108,7 +108,7 @@ class ScriptScaling:
         if self.scaling is not None:
             self.scaling.after_step()
 
-    def _around(self, optimizer: Optimizer, model: nn.Module) -> TulaOptimizer:
+    def _around(self, optimizer: Optimizer) -> TulaOptimizer:
         owned = [p for group in optimizer.param_groups for p in group["params"]]
         options = scaling_options(self.sweep, self.configuration, self.samples)
         training = self.sweep.training
