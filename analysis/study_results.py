@@ -10,8 +10,8 @@ import contextlib
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple, TypeVar
 
 from tula_hpc.config import (
     PUT_BACK,
@@ -30,10 +30,11 @@ from tula_hpc.records import (
     Metrics,
     RunDirectory,
     RunHistory,
-    TrainResult,
     TunedRates,
     read_metrics,
 )
+
+T = TypeVar("T")
 
 
 class CellOutcome(NamedTuple):
@@ -108,7 +109,7 @@ def read_study(run: RunDirectory) -> StudyContents:
         study=sweep.study,
         outcomes=list(_outcomes(run, sweep.study, _failures(events))),
         metrics={cell: read_metrics(run.train(cell.label).metrics_file) for cell in cells},
-        rates=_read_rates(run),
+        rates=_unless_damaged(run.read_rates),
         sweep_text=run.sweep_file.read_text(encoding="utf-8", errors="replace"),
         events=events,
     )
@@ -127,7 +128,7 @@ def _outcomes(
     run: RunDirectory, study: StudySpec, failures: dict[str, str]
 ) -> Iterator[CellOutcome]:
     for cell in study.cells():
-        result = _read_result(run, cell)
+        result = _unless_damaged(run.train(cell.label).read_result)
         if result is None:
             why = failures.get(cell.label, "")
             yield CellOutcome(cell, "failed" if why else "missing", why=why)
@@ -147,16 +148,10 @@ def _outcomes(
                 yield CellOutcome(cell, "finished", test, train)
 
 
-def _read_result(run: RunDirectory, cell: StudyCell) -> TrainResult | None:
-    # a damaged file counts as missing
+def _unless_damaged(read: Callable[[], T | None]) -> T | None:
+    """Read a file; a damaged one counts as missing."""
     with contextlib.suppress(RunDirectoryError):
-        return run.train(cell.label).read_result()
-    return None
-
-
-def _read_rates(run: RunDirectory) -> TunedRates | None:
-    with contextlib.suppress(RunDirectoryError):
-        return run.read_rates()
+        return read()
     return None
 
 

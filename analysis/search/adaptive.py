@@ -30,7 +30,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tula_hpc.analysis.models.profiles import Summary, summarize
 from tula_hpc.analysis.models.regression import Array
@@ -299,7 +298,8 @@ def _knee_decision(
     batches, column = np.unique(global_batch, return_inverse=True)
     columns = [column == index for index in range(len(batches))]
     time_s = evaluated.eligible_value
-    fastest = _fastest(evaluated.value, evaluated.eligible, columns)
+    # of each batch, by draw; infinite without a candidate
+    fastest = np.stack([time_s[:, inside].min(axis=1) for inside in columns], axis=1)
     allowed = np.isfinite(fastest)
     within = allowed & ~(batches > most[:, None])
     last_within = len(batches) - 1 - np.argmax(within[:, ::-1], axis=1)
@@ -315,14 +315,6 @@ def _knee_decision(
         enough=OCTAVES,
         belongs=np.mean(front, axis=0) * (share[column] + 1.0) / 2.0,
     )
-
-
-def _fastest(
-    time_s: Array, eligible: NDArray[np.bool_], columns: Sequence[NDArray[np.bool_]]
-) -> Array:
-    """Return the least time (k, batches) of the candidates in each column, infinite without any."""
-    among = np.where(eligible, time_s, np.inf)
-    return np.stack([among[:, inside].min(axis=1) for inside in columns], axis=1)
 
 
 def _draws(covariance: Array) -> Array:

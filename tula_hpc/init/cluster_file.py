@@ -49,9 +49,10 @@ class KeyLine(NamedTuple):
 
 def cluster_file(survey: Survey, place: Place) -> str:
     """Return the text of a cluster file, valid without any change."""
+    memory = KeyLine("mem", 0, "all of a node's host memory, for loaders and checkpoints")
     tables = {
         "": [*_identity(survey, place), *_shape(place), *_times(place)],
-        "[sbatch]": list(_sbatch(place)),
+        "[sbatch]": [memory] if place.gpus else [],
         "[environment]": list(_environment(place)),
         "[pricing]": list(_pricing(place)),
     }
@@ -174,11 +175,6 @@ def _times(place: Place) -> Iterator[KeyLine]:
     if setup:
         loaded = "modules that are loaded here, and " if modules else ""
         yield KeyLine("setup", setup, f"shell lines that run first: {loaded}the highest limits")
-
-
-def _sbatch(place: Place) -> Iterator[KeyLine]:
-    if place.gpus:
-        yield KeyLine("mem", 0, "all of a node's host memory, for loaders and checkpoints")
 
 
 def _environment(place: Place) -> Iterator[KeyLine]:
