@@ -262,7 +262,7 @@ class Scenario(NamedTuple):
 
 
 SCENARIOS: dict[str, Scenario] = {
-    "second node killed": Scenario(second_node_killed, Settings(TWO_NODES, cluster=ALONE), "two"),
+    "second node killed": Scenario(second_node_killed, Settings(TWO_NODES, cluster=ALONE), "two", thorough=True),
     "stale writer": Scenario(stale_writer, Settings(cluster=ALONE, pace_s=1.0)),
     "time limit": Scenario(time_limit, Settings(training={"max_requeues": 1}, pace_s=2.0), anytime=True),
     "memory, late": Scenario(
