@@ -384,7 +384,7 @@ def test_batches_that_vary_have_fewer_samples_than_asked_for_or_more(
 def test_a_script_that_takes_its_local_rank_as_an_option_gets_it_where_there_are_several(
     tmp_path: Path, world: int
 ) -> None:
-    """As torch.distributed.launch gives it; without it such a script trains by itself."""
+    """torch.distributed.launch gives it that way; without it, such a script trains by itself."""
     script = tmp_path / "train.py"
     plain = (SCRIPTS / "plain.py").read_text()
     own = """parser.add_argument(

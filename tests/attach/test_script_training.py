@@ -213,7 +213,7 @@ def test_a_stopped_script_resumes_from_its_own_checkpoint(
 
 
 def test_options_to_go_on_come_before_a_rest_that_its_parser_takes_as_it_is(tmp_path: Path) -> None:
-    """As Detectron2's pairs of a key and a value."""
+    """Detectron2 takes pairs of a key and a value as the rest."""
     script = tmp_path / "train_net.py"
     own = 'parser.add_argument("opts", nargs=argparse.REMAINDER)\n    return parser'
     script.write_text((SCRIPTS / "own_checkpoints.py").read_text().replace("return parser", own))

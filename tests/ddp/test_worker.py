@@ -307,7 +307,7 @@ def test_timing_the_optimizer_lets_no_gradient_grow(
 def test_timed_steps_have_factors_however_late_gradients_no_longer_overflow(
     monkeypatch: pytest.MonkeyPatch, overflows: int
 ) -> None:
-    """As in fp16, where the loss scale begins too large and is halved in each such step."""
+    """In fp16 the loss scale begins too large, and each such step halves it."""
     training = {"method": "ags", "preset": "paper"}
     spec = SweepSpec.model_validate(sweep(model=PERCEPTRON).model_dump() | {"training": training})
     worker = Worker(_with_factors_at_once(spec), ClusterSpec(), CONFIGURATION, ALONE)

@@ -253,11 +253,11 @@ def test_a_study_without_its_sweep_file_is_not_called_a_sweep(
         shutil.rmtree(run.root / "train")
     run.log_event("submitted", "train", job_id="1", data={"label": "study/ags-b512-s1"})
     run.sweep_file.unlink()
-    told = status.status_of(run.root)
-    assert (told.state, told.exit_code, told.profile) == ("failed", 1, None)
-    assert told.words.startswith(f"{run.sweep_file}: is missing; ")
-    said = text_of(told)
-    assert not [word for word in ("plan", "profile", "measurements") if word in said]
+    run_status = status.status_of(run.root)
+    assert (run_status.state, run_status.exit_code, run_status.profile) == ("failed", 1, None)
+    assert run_status.words.startswith(f"{run.sweep_file}: is missing; ")
+    text = text_of(run_status)
+    assert not [word for word in ("plan", "profile", "measurements") if word in text]
 
 
 def test_a_lost_cluster_file_is_reported_by_status_and_written_anew_by_the_command(

@@ -129,10 +129,10 @@ def test_a_plain_command_on_a_detached_sweep_waits_and_cancels_nothing(
     slurm_cluster.wait_for(lambda: "carries this sweep on" in detached.log.read_text(), 60)
     process.terminate()
     assert process.wait(60) == 130
-    said = detached.log.read_text()
-    assert "interrupted; the sweep goes on unattended, by controller job " in said
-    assert "--take-over" in said.splitlines()[-2]
-    assert "is cancelled" not in said
+    output = detached.log.read_text()
+    assert "interrupted; the sweep goes on unattended, by controller job " in output
+    assert "--take-over" in output.splitlines()[-2]
+    assert "is cancelled" not in output
 
 
 def test_a_detached_sweep_cancelled_with_all_its_jobs_is_over(slurm_cluster: MiniCluster, tmp_path: Path) -> None:
@@ -177,9 +177,9 @@ def test_a_detached_sweep_comes_to_its_end_with_nothing_alive_on_the_login_node(
     slurm_cluster: MiniCluster, detached: Command
 ) -> None:
     slurm_cluster.wait_for((detached.run.report / "report.html").exists, 300, "the report")
-    said = detached.log.read_text()
-    assert "detached: job" in said
-    assert f" status {detached.run.root}" in said
+    output = detached.log.read_text()
+    assert "detached: job" in output
+    assert f" status {detached.run.root}" in output
     assert detached.run.train().result_file.exists()
     first = next(detached.run.slurm.glob(f"control-*/{detached.control()[0]}_submission.sh")).parent
     assert (first / "killed").read_text() == "137\n"
