@@ -21,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 # no deadline, because an example may have to wait for a processor; every run draws other examples
-settings.register_profile("busy machines", deadline=None, max_examples=25 * max(1, TIMES))
+settings.register_profile("busy machines", deadline=None, max_examples=15 * max(1, TIMES))
 settings.load_profile("busy machines")
 
 # folders whose tests start jobs, the slowest first; each of the first two starts a test cluster of its own

@@ -595,7 +595,11 @@ ABSURD = [
 ]
 
 
-@pytest.mark.parametrize("text", ABSURD, ids=range(len(ABSURD)))
+@pytest.mark.parametrize(
+    "text",
+    [pytest.param(text, marks=[pytest.mark.processes] * (len(text) > 300_000)) for text in ABSURD],
+    ids=range(len(ABSURD)),
+)
 def test_an_absurd_sweep_is_refused_in_a_few_short_lines(
     here: Path, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:

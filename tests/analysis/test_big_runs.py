@@ -297,6 +297,7 @@ def test_more_records_than_are_held_are_one_clear_line(
     assert capsys.readouterr().err == f"{run.profile / 'more.jsonl'}: {words}\n"
 
 
+@pytest.mark.processes
 def test_records_that_need_too_much_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty lists in an event take thirty times their bytes in memory."""
     run = make_run(tmp_path / "run")

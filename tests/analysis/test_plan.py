@@ -91,6 +91,7 @@ def test_times_and_costs_follow_from_the_step_time(basis: str) -> None:
             assert low < getattr(c, name) < high
 
 
+@pytest.mark.processes
 def test_a_prediction_is_no_surer_than_what_was_measured() -> None:
     """A model that meets every mean shows no scatter, however far off each mean may be."""
 

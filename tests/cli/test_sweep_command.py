@@ -1064,6 +1064,7 @@ def test_dry_run_of_a_search_that_has_begun_counts_what_is_left(
     assert " and measures at most 7 more:" in out
 
 
+@pytest.mark.processes
 def test_a_dry_run_refuses_what_fits_nowhere_as_the_sweep_would(
     sweep_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

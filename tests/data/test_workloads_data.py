@@ -89,6 +89,7 @@ def test_digits_are_real_images_split_by_class() -> None:
     assert np.allclose(share, 0.2, atol=0.01)
 
 
+@pytest.mark.processes
 def test_digits_and_kinds_of_files_are_those_of_the_libraries_that_are_not_loaded_for_them() -> None:
     from sklearn.datasets import load_digits
 

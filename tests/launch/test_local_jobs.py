@@ -165,6 +165,7 @@ def test_where_no_process_was_started_there_is_nothing_to_find_later(tmp_path: P
     assert {path.name for path in folder.iterdir()} == {REFUSED, SECRET_FILE, SETUP_FILE}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("at", [after_the_first_process, before_the_first_event])
 def test_the_same_command_measures_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: Callable[[], None]

@@ -28,6 +28,8 @@ from tula_hpc.stages.preview import Script, _asked
 from tula_hpc.status import __main__ as status
 from tula_hpc.status.jobs import JobPhase
 
+pytestmark = pytest.mark.processes
+
 TASKS = ["12_0", "12_1"]
 
 

@@ -487,7 +487,7 @@ def test_zero_redundancy_trains_as_the_plain_base_and_resumes(form: str) -> None
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("base", [SGD, AdamW])
+@pytest.mark.parametrize("base", [SGD, pytest.param(AdamW, marks=pytest.mark.processes)])
 def test_resume_equals_uninterrupted_bit_for_bit_with_every_option(form: str, base: type[Optimizer]) -> None:
     def build(model: nn.Module) -> TulaOptimizer:
         return wrap(model, base(model.parameters(), lr=0.01), **FORMS[form])  # type: ignore[call-arg]  # all have lr

@@ -53,12 +53,14 @@ def test_a_tracker_counts_storages_once_and_until_they_are_freed() -> None:
     assert small.shape == (8, 100)
 
 
+@pytest.mark.processes
 def test_counting_on_fake_tensors_equals_counting_on_real_ones() -> None:
     workload = WorkloadSpec(model=COMPACT)
     fake, real = (count(workload, SHAPES, 1, "cpu", (2, 4), fake=kind) for kind in (True, False))
     assert fake == real
 
 
+@pytest.mark.processes
 def test_parameters_states_and_gradients_are_counted_as_they_are() -> None:
     # at least; the compact model has millions
     model_bytes = 10_000
@@ -76,6 +78,7 @@ def test_states_are_divided_under_zero() -> None:
     assert counts(world=1, zero_stage=1) == whole
 
 
+@pytest.mark.processes
 def test_several_workers_keep_their_gradients_through_the_whole_step() -> None:
     alone, several = counts(), counts(world=2)
     assert alone.fixed < several.fixed <= alone.fixed + alone.gradients

@@ -829,7 +829,8 @@ def test_each_file_takes_one_drawing(run: RunContents, monkeypatch: pytest.Monke
         assert drawings.count(drawing.figure) == 1
 
 
-@pytest.mark.parametrize("name", [pytest.param("cost", marks=pytest.mark.processes), "step_breakdown"])
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["cost", "step_breakdown"])
 def test_all_is_within_the_figure_and_below_its_title(run: RunContents, name: str) -> None:
     drawing = drawn(run, name)
     drawing.svg()

@@ -164,7 +164,8 @@ def test_a_lead_within_the_seeds_deviation_is_no_best(
 
 
 def test_a_studys_mean_factor_is_shown_with_its_range(tmp_path: Path) -> None:
-    contents = read_study(make_study(tmp_path / "run"))
+    study = {"methods": ["lbt", "ags"], "batches": [256, 1024], "seeds": [0, 1], "small_batch": 128}
+    contents = read_study(make_study(tmp_path / "run", {**SWEEP, "study": study}))
     drawn = draw_study_scale(contents, make_table(contents.study, contents.outcomes))
     assert isinstance(drawn, Drawing)
     assert drawn.title.count(" to ") == drawn.title.count("ags")
