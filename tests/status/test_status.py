@@ -737,6 +737,7 @@ def test_the_failure_of_planning_is_shown_until_there_is_a_plan(tmp_path: Path, 
     run = profiled(tmp_path / "run")
     run.log_event("failed", "plan", detail="plan: no candidate satisfies objective.budget\nmore")
     run_status = status.status_of(run.root)
+    assert " jobs 1 job, over " in text_of(run_status)
     assert (run_status.state, run_status.exit_code) == ("failed", 1)
     assert "failed: plan: no candidate satisfies objective.budget; fix" in text_of(run_status)
     assert run_status.profile is not None

@@ -289,7 +289,8 @@ def _job_lines(status: RunStatus) -> Iterator[LabelledLine]:
     if len(groups) > MOST_GROUPS:
         yield "", f"and {sum(map(len, groups[MOST_GROUPS:]))} more"
     elif not rows and status.jobs:
-        yield "jobs", f"{plural(len(status.jobs), 'job')}, none waits or runs"
+        over = "over" if len(status.jobs) == 1 else "all over"
+        yield "jobs", f"{plural(len(status.jobs), 'job')}, {over}"
 
 
 def _kind(job: JobStatus) -> tuple[str, str, str, str, int]:
