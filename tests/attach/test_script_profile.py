@@ -36,10 +36,11 @@ from tula_hpc.records.measurement import is_usable
         ([Pause(20, 5.0)], 10.0),
         ([Pause(60, 5.0)], 10.0),
         ([Pause(20, 9.0), Pause(70, 2.0), Pause(120, 2.0), Pause(170, 2.0)], 4.0),
+        ([Pause(50, 0.25, is_gap=True), Pause(100, 5.0, ends_epoch=True), Pause(150, 0.25, is_gap=True)], 5.25),
     ],
 )
 def test_an_epoch_has_as_many_pauses_as_were_seen(pauses: list[Pause], seconds: float | None) -> None:
-    """The last case pauses every 50 steps, twice an epoch of 100; all are of 80 steps, or of more."""
+    """Of 80 steps or more: a script that pauses every 50 of them does so twice in an epoch of 100."""
     steps = max([80, *(pause.steps for pause in pauses)])
     assert between_epochs_s(pauses, 100, steps) == seconds
 

@@ -277,7 +277,8 @@ class MeasuredSteps(Mode):
         if self._apart.is_pause(self.steps):
             self.synchronize_device()
             self.waits.back_to(self._mark)
-            self._leave_out(time.perf_counter() - self._ended_at)
+            seconds = time.perf_counter() - self._ended_at
+            self._leave_out(Pause(self.steps, seconds, ends_epoch=self._apart.ended_epoch))
             if self._used_before is not None:
                 self._left_out = processor_seconds().since(self._used_before)
             return
@@ -286,14 +287,14 @@ class MeasuredSteps(Mode):
             self.pauses = [each for each in self.pauses if each.steps > FEW_STEPS]
         gap_s = time.perf_counter() - self._ended_at
         if paused_s := self._long_gaps.pause_s(gap_s - (self._loading_s or 0.0), self.device):
-            self._leave_out(paused_s)
+            self._leave_out(Pause(self.steps, paused_s, is_gap=True))
         elif self._loading_s is None:
             self.waits.arrived(gap_s)
 
-    def _leave_out(self, seconds: float) -> None:
+    def _leave_out(self, pause: Pause) -> None:
         """Leave a pause that ends now out of the steps' times."""
-        self.left_out_s += seconds
-        self.pauses.append(Pause(self.steps, seconds, self._apart.ended_epoch))
+        self.left_out_s += pause.seconds
+        self.pauses.append(pause)
         self._began_at = time.perf_counter()
 
     # used by the course of a profile

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from functools import wraps
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -376,7 +375,8 @@ OF_EPOCHS = re.compile(r"(--|([\w.]+\.)?)((n|num|max|total|train)[_-]?)*epochs=?
 # whole names of options for nodes: the cluster's if the default is 1, else perhaps a graph's
 OF_NODES = re.compile(r"(--|([\w.]+\.)?)(((n|num)[_-]?)?nodes|nnodes)=?")
 # parts of the names of options that set the steps of the whole training
-OF_STEPS = [*map("".join, product(("max", "total", "num", "train"), "_-", ("step", "iter")))]
+UNITS = ("_step", "-step", "_iter", "-iter")
+OF_STEPS = [most + unit for most in ("max", "total", "num", "train") for unit in UNITS]
 # option for the batch of a step over all workers, which may be counted in tokens
 OF_TOTAL = re.compile(r"(total|global|effective)\w*batch|batch\w*(total|global|effective|tokens)")
 

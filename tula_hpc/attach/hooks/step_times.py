@@ -36,6 +36,8 @@ class Pause(NamedTuple):
     seconds: float
     # training's loader began anew
     ends_epoch: bool = False
+    # a long gap in which no pass and no loader was seen
+    is_gap: bool = False
 
 
 class LongGaps:
@@ -150,12 +152,21 @@ class StepTimes:
 def between_epochs_s(pauses: Sequence[Pause], epoch_steps: int, steps: int) -> float | None:
     """Return the seconds of an epoch that belong to no step; None if there was no pause.
 
-    A script may evaluate, save or play every so many steps, also several times an epoch. A single
-    pause that ends no epoch is taken to be one of these, with the shortest period of which no more
-    would be seen in `steps` steps: those before it, or after it if these are more.
+    Evaluations and gaps have periods of their own. `steps` have been taken.
     """
     if not pauses:
         return None
+    gaps = [pause for pause in pauses if pause.is_gap]
+    others = [pause for pause in pauses if not pause.is_gap]
+    return sum(_seconds_an_epoch(kind, epoch_steps, steps) for kind in (gaps, others) if kind)
+
+
+def _seconds_an_epoch(pauses: Sequence[Pause], epoch_steps: int, steps: int) -> float:
+    """Return the seconds of an epoch for pauses of one kind, of which it may have several.
+
+    A single pause that ends no epoch is taken to come again, with the shortest period of which no
+    second one would have been seen: the steps before it, or after it if these are more.
+    """
     typical_s = median(pause.seconds for pause in pauses)
     first, *others = pauses
     if others:
