@@ -427,6 +427,22 @@ def test_sizes_and_the_rates_batch_are_those_of_partitions_and_of_the_script(com
     assert f"base_batch = {3 * 6 * 16} " in text
 
 
+def test_an_option_that_resumes_gets_the_scripts_own_word_for_its_newest_checkpoint(
+    commands: Path, tmp_path: Path
+) -> None:
+    """As diffusers' scripts have, beside names of files that they save to."""
+    own = """p.add_argument("--resume_from_checkpoint", default=None)
+if args.resume_from_checkpoint != "latest": path = args.resume_from_checkpoint
+torch.save(a, "a.pt")
+torch.save(b, "b.pt")
+"""
+    (tmp_path / "train.py").write_text(f"{STEPS}{own}")
+    put_site(commands, [MadePartition("cpu")])
+    assert main([str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "train.py")]) == 0
+    text = (tmp_path / "train.toml").read_text()
+    assert '\nresume_arguments = ["--resume_from_checkpoint", "latest"] ' in text
+
+
 def test_an_option_that_resumes_without_a_value_is_given_none(commands: Path, tmp_path: Path) -> None:
     # mmengine
     declared = 'p.add_argument("--resume", nargs="?", type=str, const="auto")'

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tula_hpc.init.syntax import (
+    compared_in,
     computed_in,
     constants_of,
     holder_of,
@@ -65,7 +66,8 @@ class ScriptOptions(NamedTuple):
     resume: Option | None = None
     # all other options that the script requires
     required: tuple[Option, ...] = ()
-    # names of files that the script saves to, if the source has them as literals
+    # names of files that the script saves to, if the source has them as literals, or its own word
+    # for the newest one
     saved: tuple[str, ...] = ()
     # True if the script or its framework seems to save something
     saves: bool = False
@@ -180,10 +182,13 @@ def read_options(path: Path, *, takes_keys: bool = False) -> ScriptOptions:
     options = [option for option in options if option.command in ("", command)]
     roles = {role: _best(role, options) for role in _ROLES}
     chosen = [option for option in roles.values() if option is not None]
+    resume = roles["resume"]
+    # the word for its newest checkpoint, as `latest` in the scripts of diffusers
+    words = compared_in(tree, resume.names) if resume is not None else set()
     return ScriptOptions(
         **roles,
         required=tuple(each for each in options if each.is_required and each not in chosen),
-        saved=tuple(dict.fromkeys(_saved(tree))),
+        saved=tuple(words if len(words) == 1 else dict.fromkeys(_saved(tree))),
         saves="Trainer" in names
         or any(re.search("save|checkpoint", name.lower()) for name in names),
         is_kept=not names.isdisjoint(_KEEPING) and "tula_hpc.attach" in imported_by(tree),

@@ -170,7 +170,8 @@ def resume_lines(options: ScriptOptions) -> Iterator[KeyLine]:
     elif not resume.takes_value:
         yield KeyLine("resume_arguments", resume.words(""), "appended after an interruption")
     elif len(options.saved) == 1:
-        comment = "appended after an interruption, if the file is there"
+        is_file = "." in options.saved[0]
+        comment = f"appended after an interruption{', if the file is there' if is_file else ''}"
         yield KeyLine("resume_arguments", resume.words(options.saved[0]), comment)
     else:
         comment = f"the checkpoint that the script saves: {UNKNOWN}"

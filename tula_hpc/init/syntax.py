@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+from collections.abc import Collection
 from typing import Any
 
 
@@ -34,6 +35,16 @@ def computed_in(tree: ast.Module) -> set[str]:
         if isinstance(node, ast.Assign):
             used = {each.attr for each in ast.walk(node.value) if isinstance(each, ast.Attribute)}
             found |= {each.attr for each in node.targets if isinstance(each, ast.Attribute)} - used
+    return found
+
+
+def compared_in(tree: ast.Module, names: Collection[str]) -> set[str]:
+    """Return the texts with which a program compares a variable or attribute of these names."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and last_name(node.left) in names:
+            values = (value_of(other, {}) for other in node.comparators)
+            found |= {value for value in values if isinstance(value, str) and value}
     return found
 
 
