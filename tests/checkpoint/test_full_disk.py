@@ -135,6 +135,8 @@ def test_half_a_line_stays_where_another_writer_went_on(tmp_path: Path, monkeypa
     """Truncating the file would remove the other writer's lines; the half line is skipped and counted as torn."""
     path = tmp_path / "events.jsonl"
     path.touch()
+    # the other writer meets this one's lock
+    monkeypatch.setattr("tula_hpc.records.storage.LOCK_S", 0.05)
     real = os.write
 
     def fill_up(descriptor: int, data: bytes) -> int:

@@ -53,6 +53,7 @@ def test_an_epochs_line_has_its_critical_batch(tmp_path: Path, monkeypatch: pyte
     assert any(epoch.critical_batch for epoch in metrics.epochs)
 
 
+@pytest.mark.processes
 def test_the_first_batch_is_of_the_start_and_no_step_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
