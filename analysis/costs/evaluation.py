@@ -160,7 +160,8 @@ class EvaluationTime(NamedTuple):
         what = "what the script does outside its steps (evaluation, saving, start of loaders)"
         if self.measured:
             return f"{what} is taken from {plural(self.measured, 'epoch')} of its training"
-        return f"{what} takes {format_duration(sum(self.between_s))} an epoch, as its profiles measured"
+        an_epoch = f"{format_duration(sum(self.between_s))} an epoch"
+        return f"{what} takes {an_epoch}, as its profiles measured"
 
 
 def evaluation_of(

@@ -38,8 +38,8 @@ from tula_hpc.formatting import command_line
 MAX_FILE_BYTES = 1_000_000
 # what to do if an input file of a run is missing or damaged
 PUT_BACK = (
-    "it says what was measured or trained: put it back as it was (a copy of your own file will do), or use "
-    "another --run-dir"
+    "it says what was measured or trained: put it back as it was (a copy of your own file will "
+    "do), or use another --run-dir"
 )
 DAMAGED = "# not shown: it is damaged, and may hold passwords\n"
 # tomllib's messages, in words for people who do not write parsers

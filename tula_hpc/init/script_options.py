@@ -2,7 +2,8 @@
 
 This finds options of argparse and click, absl's flags, parameters and fields of the functions and
 dataclasses from which typer, Fire, tyro or Hugging Face's `HfArgumentParser` make a command line,
-the keys that a script with Hydra or OmegaConf reads, and variables that a script lets nanoGPT's configurator set.
+the keys that a script with Hydra or OmegaConf reads, and variables that a script lets nanoGPT's
+configurator set.
 """
 
 from __future__ import annotations
