@@ -74,8 +74,9 @@ class LongGaps:
             gap_s = min(gap_s, _idle_s(self._done, device))
         if gap_s < least_s:
             return 0.0
-        steps, self._steps = self._steps, 0
-        return gap_s if steps >= RARE else 0.0
+        is_rare = self._steps >= RARE
+        self._steps = 0
+        return gap_s if is_rare else 0.0
 
 
 @dataclass(slots=True)
