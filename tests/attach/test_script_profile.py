@@ -75,7 +75,7 @@ class GpuMark(NamedTuple):
 def test_a_gap_on_a_gpu_is_as_long_as_the_device_was_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most of the gap after 30 steps is the host's wait for the device's remaining work; the next gap is a real one."""
     marks = iter([*map(GpuMark, [1.0] * 30 + [30.0, 30.5] + [31.0] * 30 + [61.0, 91.0])])
-    monkeypatch.setattr(step_times, "_mark", lambda device: next(marks))
+    monkeypatch.setattr(step_times, "device_mark", lambda device: next(marks))
     gaps, gpu = LongGaps(), torch.device("cuda")
     for gap_s, pause_s in ((29.0, 0.0), (40.0, 30.0)):
         for _ in range(31):

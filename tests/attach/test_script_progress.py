@@ -110,7 +110,7 @@ def test_steps_are_timed_on_the_gpu_of_the_model(tmp_path: Path, clock: Clock, m
     """A script that names its GPU may never select it, so that torch's current GPU is another worker's."""
     gpu, waited = torch.device("cuda", 1), list[torch.device]()
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    monkeypatch.setattr(step_times, "_mark", lambda device: None)
+    monkeypatch.setattr(step_times, "device_mark", lambda device: None)
     watched = WatchedTraining(tmp_path, clock, samples=29)
     monkeypatch.setattr(watched.training.hooks.inner_model, "parameters", lambda: iter([SimpleNamespace(device=gpu)]))
     for _ in range(3):

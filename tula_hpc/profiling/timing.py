@@ -342,13 +342,13 @@ class LoaderWaits:
             # a CPU, or the first step after `take`: the device was idle throughout
             self._lost_s += waited_s
             return
-        self._waits.append((waited_s, self._launched, self._mark()))
+        self._waits.append((waited_s, self._launched, device_mark(self.device)))
         self._launched = None
 
     def launched(self) -> None:
         """Mark that the step's work has been given to the device."""
         if self.device.type == "cuda":
-            self._launched = self._mark()
+            self._launched = device_mark(self.device)
 
     def mark(self) -> tuple[float, int]:
         """Return a mark for `back_to`."""
@@ -371,7 +371,9 @@ class LoaderWaits:
         self._waits = []
         return lost_s
 
-    def _mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch's
-        event.record(torch.cuda.current_stream(self.device))  # type: ignore[no-untyped-call] # torch's
-        return event
+
+def device_mark(device: torch.device) -> torch.cuda.Event:
+    """Return an event that a GPU reaches when it has done all work that it was given so far."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch's
+    event.record(torch.cuda.current_stream(device))  # type: ignore[no-untyped-call] # torch's
+    return event

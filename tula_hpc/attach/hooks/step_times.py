@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from tula_hpc.attach.hooks.passes import FEW_STEPS
+from tula_hpc.profiling.timing import device_mark
 
 # mean steps that a gap between two steps has to last to be long
 LONG_GAP = 8
@@ -60,7 +61,7 @@ class LongGaps:
         self._recent.append(seconds)
         self._steps += 1
         if device.type == "cuda":
-            self._done = _mark(device)
+            self._done = device_mark(device)
 
     def pause_s(self, gap_s: float, device: torch.device) -> float:
         """Return the seconds of the pause that ends now; 0 for a gap that belongs to the steps.
@@ -181,12 +182,6 @@ def _seconds_an_epoch(pauses: Sequence[Pause], epoch_steps: int, steps: int) -> 
 
 def _idle_s(done: torch.cuda.Event, device: torch.device) -> float:
     """Return the seconds since the device had done the work before a mark."""
-    now = _mark(device)
+    now = device_mark(device)
     now.synchronize()
     return 1e-3 * float(done.elapsed_time(now))  # type: ignore[no-untyped-call] # torch's
-
-
-def _mark(device: torch.device) -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch's
-    event.record(torch.cuda.current_stream(device))  # type: ignore[no-untyped-call] # torch's
-    return event
