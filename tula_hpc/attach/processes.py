@@ -248,10 +248,12 @@ def start(
 
 def _with_local_rank(program: Script, variables: dict[str, str]) -> Script:
     """Give a script of several workers its local rank as `torch.distributed.launch` does."""
-    option = local_rank_option([str(program.path or program.module)])
     given = any(each.startswith(("--local_rank", "--local-rank")) for each in program.arguments)
     # a single worker's script trains without a process group if it gets none
-    if not option or given or variables["WORLD_SIZE"] == "1":
+    if given or variables["WORLD_SIZE"] == "1":
+        return program
+    option = local_rank_option([str(program.path or program.module)])
+    if not option:
         return program
     first = f"{option}={variables['LOCAL_RANK']}"
     return program._replace(arguments=(first, *program.arguments))
