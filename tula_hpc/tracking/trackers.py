@@ -128,8 +128,7 @@ class TensorBoard(_Run):
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self.close()
-        there = len(list(self._folder.glob("*"))) if self._folder.exists() else 0
-        run = position.run or (f"metrics-{there + 1}" if there else "metrics")
+        run = position.run or self._new_run()
         self.writer = EventFileWriter(str(self._folder / run))
         start = SessionLog(status=SessionLog.START)
         self.writer.add_event(
@@ -140,6 +139,10 @@ class TensorBoard(_Run):
     @property
     def _folder(self) -> Path:
         return self.files.root / "tensorboard"
+
+    def _new_run(self) -> str:
+        there = len(list(self._folder.glob("*"))) if self._folder.exists() else 0
+        return "metrics" if not there else f"metrics-{there + 1}"
 
     def write(self, points: Sequence[NewMetrics], position: Position) -> None:
         """Write a scalar for each metric, and flush."""
