@@ -16,13 +16,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from tula_hpc.env import begin_process
-from tula_hpc.errors import (
-    CancelledJobError,
-    DivergedError,
-    InputError,
-    StorageError,
-    TulaError,
-)
+from tula_hpc.errors import CancelledJobError, DivergedError, InputError, StorageError, TulaError
 from tula_hpc.files import NO_SPACE, drop_output, full_disk, in_words
 from tula_hpc.python_path import missing_library
 

@@ -21,11 +21,7 @@ from tula_hpc.analysis.models.critical_batch import samples_to_same_progress
 from tula_hpc.analysis.models.fitted import Models
 from tula_hpc.analysis.models.profiles import Summary
 from tula_hpc.analysis.models.step_time import StepTimeModel
-from tula_hpc.analysis.planning.memory_limit import (
-    allowed_bytes,
-    memory_limit_bytes,
-    on_top_bytes,
-)
+from tula_hpc.analysis.planning.memory_limit import allowed_bytes, memory_limit_bytes, on_top_bytes
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, cluster_sizes
 from tula_hpc.config.training import PASS_SHARE
 from tula_hpc.formatting import FOREVER_S

@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tula_hpc.analysis.report.bill_text import bill_of, bill_table
 from tula_hpc.analysis.report.first_page import first_page
-from tula_hpc.analysis.report.output import (
-    figure_files,
-    prepare_folder,
-    render_page,
-    replace_files,
-)
+from tula_hpc.analysis.report.output import figure_files, prepare_folder, render_page, replace_files
 from tula_hpc.analysis.report.scaling_text import scaling_files, scaling_sections
 from tula_hpc.analysis.report.tables import (
     SummaryRow,

@@ -10,12 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tula_hpc.analysis.report.output import (
-    figure_files,
-    prepare_folder,
-    render_page,
-    replace_files,
-)
+from tula_hpc.analysis.report.output import figure_files, prepare_folder, render_page, replace_files
 from tula_hpc.analysis.report.page import shared_content
 from tula_hpc.analysis.report.study_text import cautions, latex, plain_text, table_cells, verdicts
 from tula_hpc.analysis.report.tables import TextTable

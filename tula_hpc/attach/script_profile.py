@@ -54,12 +54,7 @@ from tula_hpc.env import WorkerEnvironment, unix_time
 from tula_hpc.errors import InputError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import plural
-from tula_hpc.profiling.meters import (
-    MemoryMeter,
-    PowerMeter,
-    bytes_of,
-    largest_over_workers,
-)
+from tula_hpc.profiling.meters import MemoryMeter, PowerMeter, bytes_of, largest_over_workers
 from tula_hpc.profiling.probes import PASSES
 from tula_hpc.profiling.record import describe
 from tula_hpc.profiling.timing import least_timed, warm_up, within

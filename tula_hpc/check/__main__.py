@@ -191,12 +191,7 @@ class _Check:
     def begin(self) -> None:
         """Judge Slurm's answers, and submit the job unless it would be refused."""
         from tula_hpc.check.site import readable_here
-        from tula_hpc.check.site_verdicts import (
-            Topic,
-            failed,
-            judge_container,
-            judge_data_here,
-        )
+        from tula_hpc.check.site_verdicts import Topic, failed, judge_container, judge_data_here
         from tula_hpc.containers import folders_of
 
         if self.cluster.executor == "slurm" and not self._ask_slurm():

@@ -40,12 +40,7 @@ from tula_hpc.check.speed import PROBE_S, time_collectives, time_compute, time_t
 from tula_hpc.config import ClusterSpec
 from tula_hpc.data.datasets import build_data
 from tula_hpc.data.loader import make_train_loader
-from tula_hpc.ddp.process_group import (
-    backend_of,
-    check_kernels,
-    pick_device,
-    place_among,
-)
+from tula_hpc.ddp.process_group import backend_of, check_kernels, pick_device, place_among
 from tula_hpc.ddp.rendezvous import meet
 from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.env import (

@@ -36,13 +36,7 @@ from tula_hpc.launch.job_specs import ControlJob
 from tula_hpc.launch.launcher import JobsNow, StillRunningError
 from tula_hpc.records import RunDirectory
 from tula_hpc.records.events import CONTROL, GUARD
-from tula_hpc.stages.context import (
-    StageProgress,
-    Sweep,
-    jobs_left,
-    jobs_on_record,
-    stage_progress,
-)
+from tula_hpc.stages.context import StageProgress, Sweep, jobs_left, jobs_on_record, stage_progress
 from tula_hpc.stages.train import training_tick
 
 if TYPE_CHECKING:

@@ -15,13 +15,7 @@ from tula_hpc.containers import describe, folders_of
 from tula_hpc.env import unix_time
 from tula_hpc.errors import InputError
 from tula_hpc.formatting import plural
-from tula_hpc.records import (
-    Candidate,
-    Configuration,
-    RunDirectory,
-    Trial,
-    write_atomically,
-)
+from tula_hpc.records import Candidate, Configuration, RunDirectory, Trial, write_atomically
 from tula_hpc.stages.batches_that_fit import Estimate, estimate, none_fits
 from tula_hpc.stages.context import Sweep
 from tula_hpc.stages.plan import plan_is_good

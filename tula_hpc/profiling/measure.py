@@ -25,11 +25,7 @@ from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment, unix_time
 from tula_hpc.errors import DivergedError, InputError
 from tula_hpc.profiling.measured_rounds import MOST_ATTEMPTS, Course
-from tula_hpc.profiling.meters import (
-    MemoryMeter,
-    PowerMeter,
-    largest_over_workers,
-)
+from tula_hpc.profiling.meters import MemoryMeter, PowerMeter, largest_over_workers
 from tula_hpc.profiling.probes import probe_noise, time_forward
 from tula_hpc.profiling.record import describe
 from tula_hpc.profiling.timing import (

@@ -23,12 +23,7 @@ from tula_hpc.records.events import (
     StopReason,
     Submission,
 )
-from tula_hpc.records.identity import (
-    Identity,
-    measured_identity,
-    refuse_another,
-    refuse_several,
-)
+from tula_hpc.records.identity import Identity, measured_identity, refuse_another, refuse_several
 from tula_hpc.records.measurement import (
     CREDIBLE_S,
     Footprint,
@@ -81,10 +76,4 @@ from tula_hpc.records.storage import (
     with_rank_files,
     write_atomically,
 )
-from tula_hpc.records.training import (
-    Drift,
-    RateTrial,
-    StepParts,
-    TrainResult,
-    TunedRates,
-)
+from tula_hpc.records.training import Drift, RateTrial, StepParts, TrainResult, TunedRates

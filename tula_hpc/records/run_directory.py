@@ -19,13 +19,7 @@ from typing import Any, NamedTuple
 
 from tula_hpc.env import unix_time
 from tula_hpc.errors import RunDirectoryError, StorageError
-from tula_hpc.files import (
-    foreign_link,
-    in_words,
-    make_private,
-    mistrust,
-    refusal_of_open,
-)
+from tula_hpc.files import foreign_link, in_words, make_private, mistrust, refusal_of_open
 from tula_hpc.formatting import command_line
 from tula_hpc.records.events import MAIN_LABEL, Event, EventName, JobAccount, JobNote, RunHistory
 from tula_hpc.records.measurement import (

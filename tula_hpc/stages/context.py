@@ -25,12 +25,7 @@ from tula_hpc.formatting import (
     printable_output,
     with_own_escapes,
 )
-from tula_hpc.launch.diagnosis import (
-    BY_HAND,
-    informative_line,
-    is_own_sentence,
-    without_chatter,
-)
+from tula_hpc.launch.diagnosis import BY_HAND, informative_line, is_own_sentence, without_chatter
 from tula_hpc.launch.job_files import Submitted
 from tula_hpc.launch.launcher import Ended, Launcher
 from tula_hpc.records import Configuration, Measurement, RunDirectory, Submission
@@ -113,12 +108,7 @@ class BarProgress(StageProgress):
     def __init__(self, stage: str) -> None:
         super().__init__(stage)
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-        )
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         columns = (
             TextColumn("[bold]{task.fields[stage]:<9}"),

@@ -12,11 +12,7 @@ from tula_hpc.records.broken_hosts import broken_hosts
 from tula_hpc.records.events import JobFailure
 from tula_hpc.retry_policy import NextStep, study_policy
 from tula_hpc.stages.context import most_profiled, profiling_left_s
-from tula_hpc.status.cost import (
-    Accounted,
-    cost_so_far,
-    promise_kept,
-)
+from tula_hpc.status.cost import Accounted, cost_so_far, promise_kept
 from tula_hpc.status.jobs import Answer, JobPhase, JobStatus, job_statuses
 from tula_hpc.status.run_files import Facts
 from tula_hpc.status.run_status import (

@@ -29,12 +29,7 @@ from tula_hpc.own_sources import digests_of
 from tula_hpc.records import Identity
 from tula_hpc.user_code import TRIED_BY_JOBS, blamed, is_entry_point, kind_of, spread
 from tula_hpc.workloads.activation_checkpointing import checkpoint_activations
-from tula_hpc.workloads.criterion import (
-    Criterion,
-    OfSamples,
-    build_criterion,
-    labels_without_score,
-)
+from tula_hpc.workloads.criterion import Criterion, OfSamples, build_criterion, labels_without_score
 from tula_hpc.workloads.torchvision_models import build_model
 
 CPU_DTYPES = {

@@ -13,10 +13,7 @@ from tula_hpc.analysis.figures import style
 from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.figures.study.accuracy import column_keys, column_style, line_style
 from tula_hpc.analysis.figures.training import describe_range
-from tula_hpc.analysis.study_results import (
-    StudyContents,
-    StudyTable,
-)
+from tula_hpc.analysis.study_results import StudyContents, StudyTable
 from tula_hpc.formatting import format_number
 from tula_hpc.records import Metrics
 

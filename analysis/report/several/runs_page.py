@@ -9,12 +9,7 @@ from typing import Any, NamedTuple
 
 from tula_hpc.analysis.report.bill_text import bill_of
 from tula_hpc.analysis.report.first_page import first_page
-from tula_hpc.analysis.report.output import (
-    figure_files,
-    prepare_folder,
-    render_page,
-    replace_files,
-)
+from tula_hpc.analysis.report.output import figure_files, prepare_folder, render_page, replace_files
 from tula_hpc.analysis.report.page import shared_content
 from tula_hpc.analysis.report.tables import TextTable, format_interval
 from tula_hpc.analysis.run_contents import (
@@ -28,12 +23,7 @@ from tula_hpc.analysis.run_contents import (
 from tula_hpc.config import SweepSpec
 from tula_hpc.errors import InputError
 from tula_hpc.files import loaded_elsewhere
-from tula_hpc.formatting import (
-    UNKNOWN,
-    format_duration,
-    format_money,
-    format_score,
-)
+from tula_hpc.formatting import UNKNOWN, format_duration, format_money, format_score
 from tula_hpc.records import RunDirectory
 
 TEMPLATE = "runs_template.html"

@@ -12,23 +12,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from tula_hpc.attach.own_folder import (
-    OF_WEIGHTS,
-    Saved,
-    last_saved_in,
-    newest_in,
-    places_saved_in,
-)
+from tula_hpc.attach.own_folder import OF_WEIGHTS, Saved, last_saved_in, newest_in, places_saved_in
 from tula_hpc.attach.script import filled, values_of
 from tula_hpc.checkpoint.safe_points import Progress
 from tula_hpc.launch.job_specs import TrainJob
-from tula_hpc.records import (
-    EpochMetrics,
-    Metrics,
-    RunDirectory,
-    put_aside,
-    read_metrics,
-)
+from tula_hpc.records import EpochMetrics, Metrics, RunDirectory, put_aside, read_metrics
 from tula_hpc.records.base import Record
 
 # seconds by which the time of a file may be behind the clock

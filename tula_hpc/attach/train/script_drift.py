@@ -12,14 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tula_hpc.analysis.drift import (
-    Detector,
-    Look,
-    Watch,
-    expected_parts,
-    extra_s,
-    window_seconds,
-)
+from tula_hpc.analysis.drift import Detector, Look, Watch, expected_parts, extra_s, window_seconds
 from tula_hpc.attach.train.peers import ScriptPeers
 from tula_hpc.errors import RunDirectoryError
 from tula_hpc.launch.job_specs import TrainJob

@@ -32,12 +32,7 @@ from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import format_score, plural
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.own_sources import named_above, takes_rest
-from tula_hpc.records import (
-    RunDirectory,
-    TrainResult,
-    read_metrics,
-    write_atomically,
-)
+from tula_hpc.records import RunDirectory, TrainResult, read_metrics, write_atomically
 from tula_hpc.records.events import EventName, StopReason
 
 if TYPE_CHECKING:
