@@ -93,12 +93,8 @@ _UNITS_S = ((0.01, 1e-4), (0.9995, 1e-3), (59.95, 0.1), (HOUR_S, 1.0), (DAY_S, 6
 def duration_within(seconds: float, low: float, high: float, reference: float | None = None) -> str:
     """Format seconds with the digits that an interval justifies: 152 in 138 to 168 → "2 min 30 s".
 
-    Args:
-        seconds: The duration, or an end of the interval.
-        low: Lower end.
-        high: Upper end.
-        reference: Seconds that `format_duration` shows next to the interval. Rounding never moves an
-            end of the interval past them: more digits are taken instead.
+    `seconds` may be an end of the interval. `reference` are seconds that `format_duration` shows
+    next to it: rounding never moves an end past them, more digits are taken instead.
     """
     half = (high - low) / 2
     if half <= 0 or not math.isfinite(half + seconds):
@@ -357,15 +353,11 @@ def _named_output() -> Iterator[None]:
 
 
 class _PrintableStream:
-    """Stream for people: its text is cleaned, and shown in whatever encoding the stream has.
-
-    Args:
-        stream: Where the text goes.
-        most: Number of characters shown of each line; None: all.
-    """
+    """Stream for people: its text is cleaned, and shown in whatever encoding the stream has."""
 
     def __init__(self, stream: TextIO, most: int | None) -> None:
         self.stream = stream
+        # characters shown of each line; None: all
         self.most = most
 
     def write(self, text: str) -> int:

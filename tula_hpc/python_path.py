@@ -44,11 +44,7 @@ def drop_working_directory() -> None:
 
 
 def refuse_without_libraries() -> None:
-    """End a command if this Python lacks pydantic, which each command and each job imports.
-
-    Raises:
-        SystemExit: pydantic is missing; the exit code is that of bad input.
-    """
+    """End a command if this Python lacks pydantic, which each command and each job imports."""
     if not _file_of("pydantic"):
         sys.stderr.write(missing_library("pydantic") + "\n")
         raise SystemExit(2)

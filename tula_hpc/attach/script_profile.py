@@ -245,7 +245,6 @@ class ScriptProfile(MeasuredSteps):
         self.check_kept()
 
     def _check_passes(self) -> None:
-        """Refuse another number of passes than was asked for."""
         name = self.spec.program.name
         passes = self.step_passes.usual
         asked = self.settings.forward_batch
@@ -390,7 +389,6 @@ class ScriptProfile(MeasuredSteps):
         )
 
     def _seen(self) -> dict[str, Any]:
-        """Return observations of the script's training, for people."""
         model, optimizer = self.hooks.model, self.hooks.optimizer
         return {
             "model": self._model_name(),

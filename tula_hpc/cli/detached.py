@@ -48,11 +48,7 @@ TURN_S = 300.0
 
 
 def carry_on_detached(sweep: Sweep, until: str) -> int:
-    """Begin a detached sweep on the login node; return the exit code.
-
-    Raises:
-        StageError: Work that could be done at once failed.
-    """
+    """Begin a detached sweep on the login node; return the exit code."""
     # there may be a controller from a command that was killed before recording it
     sweep.launcher.find_lost()
     waiting = controllers(sweep)
@@ -85,11 +81,7 @@ def _step(sweep: Sweep, until: str) -> int:
 
 
 def _refuse_if_cancelled() -> None:
-    """Keep a cancelled controller from submitting jobs in the half minute that Slurm leaves it.
-
-    Raises:
-        CancelledJobError: This job is such a controller.
-    """
+    """Keep a cancelled controller from submitting jobs in the half minute that Slurm leaves it."""
     own = slurm_job_id()
     if own and slurm.leaving(own) is slurm.Leaving.CANCELLED:
         raise CancelledJobError(f"controller job {own} was cancelled, {BY_HAND}")
@@ -153,11 +145,7 @@ def _on_duty(sweep: Sweep) -> tuple[list[Submitted], list[Submitted]]:
 
 
 def run_controller(job: ControlJob) -> None:
-    """Run a controller job; an error ends it and is recorded in the events.
-
-    Raises:
-        SystemExit: The controller could not go on.
-    """
+    """Run a controller job; an error ends it and is recorded in the events."""
     run = RunDirectory(job.root)
     try:
         spec = load_frozen_sweep(run.sweep_file)
@@ -181,11 +169,7 @@ def run_controller(job: ControlJob) -> None:
 
 @contextlib.contextmanager
 def _in_turn(run: RunDirectory) -> Iterator[None]:
-    """Lock the run directory; wait, since a requeued controller may meet the next one.
-
-    Raises:
-        RunDirectoryError: Another command still holds it after `TURN_S`.
-    """
+    """Lock the run directory; wait, since a requeued controller may meet the next one."""
     deadline = time.monotonic() + TURN_S
     role = f"controller job {slurm_job_id()} of this sweep, which goes on unattended"
     with contextlib.ExitStack() as stack:

@@ -45,11 +45,7 @@ def broken_device(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def reporting_broken_devices(root: Path, stage: str) -> Iterator[None]:
-    """Log the name of this host if the block fails with an error of a broken device.
-
-    Raises:
-        DeviceError: In place of that error.
-    """
+    """Log this host's name, and raise DeviceError, if the block fails by a broken device."""
     try:
         yield
     except Exception as error:

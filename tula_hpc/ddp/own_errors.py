@@ -30,11 +30,7 @@ _MODULE_CALLS = frozenset({nn.Module._call_impl.__code__, nn.Module._wrapped_cal
 
 @contextlib.contextmanager
 def explaining_own_mistakes(spec: WorkloadSpec) -> Iterator[None]:
-    """Turn an exception of the user's own code in the block into one sentence.
-
-    Raises:
-        InputError: In place of such an exception.
-    """
+    """Turn an exception of the user's own code in the block into an InputError of one sentence."""
     try:
         yield
     except Exception as error:

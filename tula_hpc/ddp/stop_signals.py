@@ -41,11 +41,7 @@ class Suspensions:
 
     @contextlib.contextmanager
     def blamed(self) -> Iterator[None]:
-        """Blame a suspension if a collective times out after it.
-
-        Raises:
-            PreemptedError: In place of the collective's error.
-        """
+        """Raise PreemptedError in place of a collective's time-out after a suspension."""
         try:
             yield
         except RuntimeError as error:

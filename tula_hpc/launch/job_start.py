@@ -28,11 +28,7 @@ WAIT_S = 60.0
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Load the job and do it.
-
-    Raises:
-        SystemExit: The pickle is not the one that was submitted.
-    """
+    """Load the job and do it."""
     # first of all: torch's import takes seconds, in which the controller may be killed
     end_with_controller()
     folder, index, sha256 = arguments
