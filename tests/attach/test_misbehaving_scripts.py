@@ -86,9 +86,9 @@ def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, scri
         (
             "calls a method",
             Failure.BAD_INPUT,
-            "its methods: end its class with `forward = loss`, and write `model(…)` for `model.loss(…)`",
+            "its methods or parts: end its class with `forward = loss`, and write `model(…)` for `model.loss(…)`",
         ),
-        ("calls forward", Failure.BAD_INPUT, "none of its methods: write `model(…)` for `model.forward(…)`"),
+        ("calls forward", Failure.BAD_INPUT, "none of its methods or parts: write `model(…)` for `model.forward(…)`"),
         ("keeps its batch", Failure.BAD_INPUT, "misbehaving.py: its steps all pass over one batch; expected a new one"),
         ("shards its model", Failure.BAD_INPUT, "misbehaving.py shards its model (FSDP), which is not measured or"),
         (
@@ -110,6 +110,12 @@ def test_a_failure_is_one_line(how: str, failure: Failure, words: str, tmp_path:
     assert words in outcome.message.detail
     assert "\n" not in outcome.message.detail
     assert outcome.log in str(error_of(outcome, "workload.script"))
+
+
+def test_a_method_that_is_called_past_the_wrapper_is_named(tmp_path: Path) -> None:
+    message = misbehave("calls past its wrapper", tmp_path, world=2).message
+    assert message.failure is Failure.BAD_INPUT
+    assert "end its class with `forward = loss`, and write `model(…)` for `model.loss(…)`" in message.detail
 
 
 @pytest.mark.parametrize("how", ["hangs", "hangs later"])

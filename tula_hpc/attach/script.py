@@ -213,10 +213,10 @@ def why_no_passes(
     method = methods[0] if len(methods) == 1 else "METHOD"
     how = f"end its class with `forward = {method}`, and write `model(…)` for `model.{method}(…)`"
     if not methods:
-        how = "write `model(…)` for `model.forward(…)`"
+        how = "write `model(…)` for `model.forward(…)`, `model.module(…)` or calls of its parts"
     return (
         f"expected forward passes of {model} in training mode in a step, found none; call the model "
-        f"itself, as DistributedDataParallel asks too, and none of its methods: {how}"
+        f"itself, as DistributedDataParallel asks too, and none of its methods or parts: {how}"
         f"{other and f'; or, if it calls another model, {other}'}"
     )
 

@@ -254,7 +254,7 @@ class ScriptProfile(MeasuredSteps):
         to_count = other and counting(other, self.spec.mode)
         if passes == 0:
             repeated = self.hooks.has_repeated
-            known = self._model_name(), methods_of(self.found[0])
+            known = self._model_name(), methods_of(self.hooks.inner_model or self.found[0])
             why = why_no_passes(*known, has_repeated=repeated, other=to_count)
             raise InputError(f"{name}: {why}")
         if parts is not None and passes != parts:

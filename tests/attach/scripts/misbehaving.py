@@ -214,6 +214,15 @@ def calls_a_method() -> None:
         optimizer.step()
 
 
+def calls_past_its_wrapper() -> None:
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(WithLoss(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    while True:
+        torch.autograd.backward(model.module.loss(torch.randn(BATCH, 8)))
+        optimizer.step()
+
+
 class WithMode(nn.Linear):
     """A model that trains through a method that every module has."""
 
@@ -468,6 +477,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "changes by hand": changes_by_hand,
     "has sparse gradients": has_sparse_gradients,
     "calls a method": calls_a_method,
+    "calls past its wrapper": calls_past_its_wrapper,
     "calls forward": calls_forward,
     "keeps its batch": keeps_its_batch,
     "gives batches": gives_batches,
