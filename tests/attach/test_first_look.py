@@ -371,6 +371,9 @@ def test_a_missing_script_is_refused(tmp_path: Path) -> None:
         (["--bs=8", "--epochs=2", "--max-steps=9"], 8, 1, ["--bs={local_batch}", "--epochs={epochs}", "--max-steps=9"]),
         (["-B", "8", "--total_batch=4096"], 8, 4, ["-B", "{local_batch}", "--total_batch={global_batch*128}"]),
         (["--total-batch-size", "4096"], 8, 4, ["--total-batch-size", "{global_batch*128}"]),
+        (["--total-batch-size", "8"], 8, 1, ["--total-batch-size", "{global_batch}"]),
+        (["SOLVER.IMS_PER_BATCH", "8"], 8, 1, ["SOLVER.IMS_PER_BATCH", "{global_batch}"]),
+        (["--total_batch=8", "--bs=8"], 8, 1, ["--total_batch={global_batch}", "--bs={local_batch}"]),
         # a script with its own way of loading
         (["--total_batch", "4096"], 0, 1, ["--total_batch", "4096"]),
         (["--batch", "16", "--batch-workers", "0"], 0, 1, ["--batch", "16", "--batch-workers", "0"]),
@@ -403,6 +406,44 @@ def test_a_scripts_parser_shows_which_options_carry_batch_and_epochs(arguments: 
     values = {"--train_batch_size": 32, "--width": 32, "--num-epochs": 9, "--warmup-epochs": 9}
     filled = with_placeholders(arguments.split(), 32, 1, ParsedOptions(names, values))
     assert " ".join(filled) == expected
+
+
+def test_options_for_the_batch_of_all_workers_are_known_by_their_names() -> None:
+    total = ParsedOptions({}, {"--global-batch": 32, "--eval-batch": 32})
+    assert with_placeholders([], 32, 1, total) == ["--global-batch", "{global_batch}"]
+    both = ParsedOptions({}, {"--global-batch": 32, "--batch": 32})
+    expected = ["--global-batch", "{global_batch}", "--batch", "{local_batch}"]
+    assert with_placeholders([], 32, 1, both) == expected
+    assert with_placeholders(["--batch", "32"], 32, 1, both) == [*expected[2:], *expected[:2]]
+
+
+@pytest.mark.parametrize(
+    ("source", "placeholder"),
+    [
+        ('parser.add_argument("-b", "--batch", help="samples of a step over all GPUs")', "global_batch"),
+        ('parser.add_argument("-b", "--batch")\nload(int(args.batch / dist.get_world_size()))', "global_batch"),
+        ('parser.add_argument("-b", "--batch", help="samples of each GPU")', "local_batch"),
+        ('parser.add_argument("-b", "--batch")\nload(args.batch // args.num_workers)', "local_batch"),
+    ],
+)
+def test_the_source_shows_whether_the_batch_is_that_of_all_workers(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    source: str,
+    placeholder: str,
+) -> None:
+    monkeypatch.setattr("tula_hpc.attach.__main__._look", lambda *_: seen_of())
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(source)
+    for arguments in (["-b", "7"], ["--batch=7"]):
+        for run in (["train.py"], ["-m", "train"]):
+            assert main([*run, *arguments]) == 0
+            (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("arguments = ")]
+            assert "7" not in line
+            assert f'{{{placeholder}}}"]' in line
+            # what the source does not say
+            assert ("# {global_batch} if that sets the batch of all" in line) == (placeholder == "local_batch")
 
 
 def test_options_of_click_are_known_while_its_command_runs() -> None:

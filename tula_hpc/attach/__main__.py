@@ -358,6 +358,8 @@ def _table(
     known = ParsedOptions(**result["options"])
     got = result["forward_batch"]
     arguments = with_placeholders(options.arguments, got, result["accumulation"], known)
+    if result["accumulation"] == 1:
+        arguments = _for_all_workers(arguments, options)
     table: dict[str, Any] = {key: options.script, "arguments": arguments}
     asked: dict[str, tuple[Any, str]] = {}
     if not any("batch}" in argument for argument in arguments):
@@ -392,6 +394,15 @@ def _table(
         key: KeyLine(key, value, f"{words}: {UNKNOWN}", asked=True)
         for key, (value, words) in asked.items()
     }
+
+
+def _for_all_workers(arguments: list[str], options: argparse.Namespace) -> list[str]:
+    """Return arguments with {global_batch} where the source shows that it is for all workers."""
+    program = program_of(options.script) if options.is_module else Path(options.script)
+    # the source of a module may be unreadable here
+    with contextlib.suppress(ValueError):
+        return read_options(program).for_all_workers(arguments) if program else arguments
+    return arguments
 
 
 def _asked_arguments(
@@ -453,9 +464,9 @@ def _with_batch(
         return [*arguments, *worded(own, "{local_batch}")]
     is_keyed = any(re.match(r"[^-=]+=", argument) for argument in arguments)
     if not options.is_module:
-        declared = read_options(Path(options.script), takes_keys=is_keyed).batch
-        if declared is not None:
-            return [*arguments, *declared.words("{local_batch}")]
+        source = read_options(Path(options.script), takes_keys=is_keyed)
+        if source.batch is not None:
+            return [*arguments, *source.for_all_workers(source.batch.words("{local_batch}"))]
     if is_keyed:
         return [*arguments, "batch_size={local_batch}"]
     return [*arguments, "--batch-size", "{local_batch}"]
@@ -471,11 +482,12 @@ def _sweep_file(
         yield name_line(Path(table["script"]).stem)
     yield from ("", "[workload]")
     # numbers, strings and lists of strings are written in TOML as in JSON
-    yield from (
-        f"{name} = {json.dumps(value, ensure_ascii=False)}"
-        for name, value in table.items()
-        if name not in unknown
-    )
+    for name, value in table.items():
+        line = f"{name} = {json.dumps(value, ensure_ascii=False)}"
+        if name == "arguments" and "{local_batch}" in line:
+            line += " # {global_batch} if that sets the batch of all workers together"
+        if name not in unknown:
+            yield line
     yield from (line.text() for line in unknown.values())
     program = program_of(table["module"]) if "module" in table else Path(table["script"])
     # a state that is kept here needs no arguments, even if another file of the script keeps it

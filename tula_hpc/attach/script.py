@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from tula_hpc.config import SweepSpec
 from tula_hpc.config.workload import PLACEHOLDER
 from tula_hpc.env import WorkerEnvironment
-from tula_hpc.init.script_options import collects_rollouts
+from tula_hpc.init.script_options import collects_rollouts, is_batch_of_all
 from tula_hpc.records import Configuration
 
 # how far, relative to the batch asked for, the mean of batches that are drawn at random may lie
@@ -388,12 +388,11 @@ def with_placeholders(
     one worker, whose steps had `passes` forward passes of `batch` samples each.
     """
     found = list(arguments)
-    flags = [
-        options.names.get(flag, flag).lower()
-        for flag in (_flag_before(arguments, index) for index in range(len(arguments)))
-    ]
+    flags = [options.names.get(flag, flag).lower() for flag in _flags_of(arguments)]
     values = [re.fullmatch(r"(.*=)?(\d+)", argument) for argument in arguments]
-    numbers = {index: int(match[2]) for index, match in enumerate(values) if match}
+    # options for the batch of all workers last, as that of a worker may have the same value
+    order = sorted(range(len(flags)), key=lambda index: is_batch_of_all(flags[index]))
+    numbers = {index: int(match[2]) for index in order if (match := values[index])}
 
     def valued(names: Sequence[str]) -> Iterator[int]:
         return (n for i, n in numbers.items() if _is_of(flags[i], names))
@@ -420,9 +419,10 @@ def with_placeholders(
         if fits and is_certain and not any(kind in argument for argument in found):
             found[fits[0]] = re.sub(r"\d+$", placeholder, found[fits[0]])
     for index, number in numbers.items():
-        # options for the batch of a whole step, in addition to that of a pass
-        if passes > 1 and number == batch * passes and _is_whole_batch(flags[index]):
-            found[index] = re.sub(r"\d+$", "{global_batch}", found[index])
+        # options for the batch of a whole step, beside that of a pass, or in place of it
+        is_whole = passes > 1 or is_batch_of_all(flags[index])
+        if is_whole and number == batch * passes and _is_whole_batch(flags[index]):
+            found[index] = re.sub(r"\d+$", "{global_batch}", arguments[index])
         if tokens := _of_a_sample(flags[index], number, batch * passes):
             found[index] = re.sub(r"\d+$", f"{{global_batch*{tokens}}}", found[index])
     return [*found, *_defaults(found, batch, passes, options)]
@@ -430,7 +430,7 @@ def with_placeholders(
 
 def steps_asked(arguments: Sequence[str], options: ParsedOptions) -> set[int]:
     """Return the steps of a whole training that arguments, or the parser's defaults, ask for."""
-    flags = [_flag_before(arguments, index) for index in range(len(arguments))]
+    flags = _flags_of(arguments)
     last = [argument.rpartition("=")[2] for argument in arguments]
     typed = [
         (options.names.get(f, f), int(n)) for f, n in zip(flags, last, strict=True) if n.isdigit()
@@ -463,12 +463,15 @@ def _defaults(
         tokens = _of_a_sample(name.lower(), value, batch * passes)
         if tokens and name not in given:
             wanted[f"{{global_batch*{tokens}}}"] = [name]
-    if passes > 1 and "{global_batch" not in given:
-        whole = [name for name, value in options.values.items() if value == batch * passes]
-        wanted["{global_batch}"] = [name for name in whole if _is_whole_batch(name.lower())]
+    batches = {name: n for name, n in options.values.items() if _is_whole_batch(name.lower())}
+    whole = [name for name, n in batches.items() if n == batch * passes]
+    if passes == 1:
+        whole = list(filter(is_batch_of_all, whole))
+    if "{global_batch" not in given:
+        wanted["{global_batch}"] = whole
     if "batch}" not in given:
-        sizes = [name for name, value in options.values.items() if value == batch]
-        wanted["{local_batch}"] = [name for name in sizes if _is_whole_batch(name.lower())]
+        sizes = [name for name, n in batches.items() if n == batch and name not in whole]
+        wanted["{local_batch}"] = sizes
     if "{epochs}" not in given and "{steps}" not in given:
         wanted["{epochs}"] = [name for name in options.values if OF_EPOCHS.fullmatch(name)]
     ones = [name for name, value in options.values.items() if value == 1 and name not in given]
@@ -488,11 +491,8 @@ def _is_of(flag: str, names: Sequence[str]) -> bool:
     return any(name in flag for name in names)
 
 
-def _flag_before(arguments: Sequence[str], index: int) -> str:
-    """Return the name that a value belongs to, as in `--name 5`, `--name=5` or `name=5`."""
-    name, equals, _ = arguments[index].rpartition("=")
-    if equals:
-        return name
-    if index == 0:
-        return ""
-    return arguments[index - 1]
+def _flags_of(arguments: Sequence[str]) -> list[str]:
+    """Return the name that each value belongs to, as in `--name 5`, `--name=5` or `name=5`."""
+    parted = (argument.rpartition("=") for argument in arguments)
+    before = ["", *arguments]
+    return [name if equals else before[i] for i, (name, equals, _) in enumerate(parted)]

@@ -80,6 +80,8 @@ class ScriptOptions(NamedTuple):
     is_in_package: bool = False
     # True if `accumulation` is the passes of all workers, among which the script divides them
     shares_passes: bool = False
+    # True if the script divides its batch among all workers
+    shares_batch: bool = False
 
     def words(self, values: Iterable[tuple[Option | None, str]]) -> list[str]:
         """Return a command line that gives options these values; skip values without an option."""
@@ -91,10 +93,10 @@ class ScriptOptions(NamedTuple):
 
     @property
     def is_global(self) -> bool:
-        """Tell whether the batch is that of all workers together, by its name or its help."""
+        """Tell whether the batch is that of all workers, by its use, its name or its help."""
         if self.batch is None:
             return False
-        if any(map(_GLOBAL.search, self.batch.names)):
+        if self.shares_batch or any(map(_GLOBAL.search, self.batch.names)):
             return True
         if any(map(_OF_ONE_PASS.search, self.batch.names)):
             # its help may mention a global batch, to say how that follows from this batch
@@ -103,17 +105,29 @@ class ScriptOptions(NamedTuple):
         is_part = _OF_A_NODE.search(help_text) or _OF_A_WORKER.search(help_text)
         return _GLOBAL.search(help_text) is not None and not is_part
 
+    def for_all_workers(self, arguments: Sequence[str]) -> list[str]:
+        """Return arguments with {global_batch} for {local_batch} where the batch is global."""
+        found = list(arguments)
+        for place, argument in enumerate(arguments):
+            name, equals, _ = argument.rpartition("=")
+            flag = name if equals or not place else arguments[place - 1]
+            is_batch = self.batch is not None and _written(flag) in self.batch.names
+            if is_batch and self.is_global:
+                found[place] = argument.replace("{local_batch}", "{global_batch}")
+        return found
+
 
 # words in an option's name or help that mean the batch of all workers together
 _GLOBAL = re.compile(
-    r"(?:^|_|\b)(?:global|effective|total)(?:_|\b)"
+    r"(?:^|_|\b)(?:global|effective|total|ims_per)(?:_|\b)"
     r"|\b(?:of|over|across) all (?:gpus|workers|ranks|processes|devices|nodes)\b"
 )
 # words in a help text that mean a node's batch; with one worker for each GPU it is a worker's batch
 _OF_A_NODE = re.compile(r"\b(?:a|the|the current|current|each|per|this) node\b")
 _OF_A_WORKER = re.compile(r"\b(?:each|per) (?:gpu|worker|rank|process|device)\b")
-# names of the number of workers
+# names of the number of workers, and those that never mean processes of a loader
 _OF_WORKERS = re.compile(r"world_?size|num_(?:processes|workers|gpus)", re.IGNORECASE)
+_OF_RANKS = re.compile(r"world_?size|num_(?:processes|gpus)", re.IGNORECASE)
 _OF_BATCHES = "train|training|per|device|gpu|rank|worker|local|micro|mini|global|total|effective"
 _ROLES = {
     "batch": rf"(?:(?:{_OF_BATCHES})_?)*batch(?:_?size)?(?:_per_[a-z]+)?|bs",
@@ -196,7 +210,9 @@ def read_options(path: Path, *, takes_keys: bool = False) -> ScriptOptions:
         command=command,
         is_in_package=any(isinstance(n, ast.ImportFrom) and n.level > 0 for n in ast.walk(tree)),
         shares_passes=roles["accumulation"] is not None
-        and not _divided_by_workers(tree).isdisjoint(roles["accumulation"].names),
+        and not _divided_by(_OF_WORKERS, tree).isdisjoint(roles["accumulation"].names),
+        shares_batch=roles["batch"] is not None
+        and not _divided_by(_OF_RANKS, tree).isdisjoint(roles["batch"].names),
     )
 
 
@@ -217,6 +233,11 @@ def collects_rollouts(names: Iterable[str]) -> bool:
     Its `--num-steps` are those of an environment between two updates of the policy.
     """
     return any(_OF_ROLLOUTS.fullmatch(_written(name).strip("=")) for name in names)
+
+
+def is_batch_of_all(name: str) -> bool:
+    """Tell whether an option of this name sets the batch of all workers together."""
+    return "batch" in name.lower() and _GLOBAL.search(_written(name)) is not None
 
 
 def _best(role: str, options: Sequence[Option]) -> Option | None:
@@ -453,15 +474,15 @@ def _decorators(tree: ast.Module) -> Iterator[ast.expr]:
             yield from node.decorator_list
 
 
-def _divided_by_workers(tree: ast.Module) -> set[str]:
+def _divided_by(workers: re.Pattern[str], tree: ast.Module) -> set[str]:
     """Return the names of what the script divides by its number of workers."""
     quotients: list[tuple[ast.expr, ast.expr]] = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.FloorDiv):
+        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.FloorDiv | ast.Div):
             quotients.append((node.target, node.value))
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv | ast.Div):
             quotients.append((node.left, node.right))
-    return {last_name(of) for of, by in quotients if _OF_WORKERS.search(ast.unparse(by))}
+    return {last_name(of) for of, by in quotients if workers.search(ast.unparse(by))}
 
 
 def _saved(tree: ast.Module) -> Iterator[str]:
