@@ -13,9 +13,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import tula_hpc.attach as tula
+from tests.attach.script_runs import profiled
 from tests.attach.test_keeping import EXITED, KILLED, STOPPED, Scenario, assert_same, assert_scales_go_on
+from tests.forked_jobs import forking_scripts
 from tula_hpc.attach.reporting import failed_by
 from tula_hpc.attach.train.loaders import generator_states, set_generator_states
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.records import read_metrics
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -181,6 +184,46 @@ def test_a_search_for_a_rate_is_not_part_of_the_training_after_it(
     assert all(torch.equal(value, scenario.weights()[name]) for name, value in whole.weights().items())
     metrics = read_metrics(scenario.run.train().metrics_file)
     assert [(row.step, row.samples_seen) for row in metrics.epochs] == [(8, 64), (16, 128)]
+
+
+SEARCHES = """
+import sys, lightning, torch
+from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.tuner import Tuner
+from torch.utils.data import DataLoader, TensorDataset
+
+class Net(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.batch_size, self.layer = 4, torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, index):
+        return self.layer(batch[0]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.randn(64, 4)), self.batch_size)
+
+callbacks = [BatchSizeFinder()] if sys.argv[1] == "callback" else []
+trainer = lightning.Trainer(max_epochs=2, logger=False, callbacks=callbacks, enable_progress_bar=False)
+model = Net()
+if not callbacks:
+    Tuner(trainer).scale_batch_size(model)
+trainer.fit(model)
+"""
+
+
+@pytest.mark.parametrize("how", ["callback", "tuner"])
+def test_lightnings_search_for_a_batch_is_refused_by_its_name(tmp_path: Path, how: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SEARCHES)
+    with forking_scripts():
+        (outcome,) = profiled(script, (how,), tmp_path / "run")
+    assert outcome.message.failure is Failure.BAD_INPUT
+    words = "train.py searches for its batch by Lightning's BatchSizeFinder (or Tuner.scale_batch_size), but the sweep"
+    assert outcome.message.detail.startswith(words)
 
 
 def test_with_another_batch_a_framework_begins_anew_and_says_so(tmp_path: Path) -> None:

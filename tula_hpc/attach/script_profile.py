@@ -22,6 +22,7 @@ When all is measured the process ends at once, whatever the script would do next
 from __future__ import annotations
 
 import hashlib
+import traceback
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -220,6 +221,11 @@ class ScriptProfile(MeasuredSteps):
 
     def _steps(self) -> Iterator[None]:
         # the first step has just ended
+        if _searches_batch():
+            raise InputError(
+                f"{self.spec.program.name} searches for its batch by Lightning's BatchSizeFinder (or "
+                "Tuner.scale_batch_size), but the sweep chooses its batch: leave that search out"
+            )
         if self.spec.mode == "look":
             note_parsed(self.options)
         self.meet()
@@ -403,3 +409,11 @@ class ScriptProfile(MeasuredSteps):
             and (LoaderPass(self.loader).drawn or self.loaded_samples),
             "options": self.options._asdict(),
         }
+
+
+def _searches_batch() -> bool:
+    """Tell whether Lightning's search for a batch is taking the present step."""
+    codes = (frame.f_code for frame, _ in traceback.walk_stack(None))
+    return any(
+        code.co_name == "scale_batch_size" and "lightning" in code.co_filename for code in codes
+    )
