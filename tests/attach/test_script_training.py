@@ -284,16 +284,15 @@ def test_a_script_stopped_before_its_first_save_begins_anew(tmp_path: Path) -> N
 
 
 def test_a_script_that_cannot_resume_begins_anew_the_next_time(tmp_path: Path) -> None:
-    """An option may require a checkpoint before the script has saved one."""
-    arguments = ["--batch-size", "{local_batch}", "--epochs", "{epochs}", "--samples", "256"]
-    own: dict[str, Any] = {"script": SCRIPTS / "plain.py", "arguments": arguments, "samples": 256, "epochs": 60}
-    workload = {**OWN, **own, "resume_arguments": ["--no-such-option"]}
+    """An option may require a checkpoint before the script has saved one, here in its second epoch."""
+    arguments = [*OWN["arguments"], "--save-steps", "1000"]
+    workload = {**OWN, **LONG, "arguments": arguments, "resume_arguments": ["--no-such-option"]}
     run, ended = train(tmp_path / "run", workload, at_step(6, signal.SIGUSR2))
     assert ended.failure is not None
     # as the command does
     run.log_event("failed", "train", job_id=ended.job.job_id, failure=ended.failure, data={"label": "main"})
     run, ended = train(run.root, workload)
-    assert result_of(run, ended).epochs == 60
+    assert result_of(run, ended).epochs == 14
     assert [words.partition(":")[0] for words in details(run, "resumed")] == [
         "goes on by itself, with --no-such-option",
         "begins anew",
