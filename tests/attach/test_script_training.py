@@ -99,6 +99,15 @@ def at_step(
     return strike
 
 
+def begun(folder: Path) -> tuple[RunDirectory, Path]:
+    """Return a run whose training has begun, and the folder of its script."""
+    run = RunDirectory(folder / "run").create()
+    work = run.make_train().root / "script" / "work"
+    work.mkdir(parents=True)
+    run.train().metrics_file.touch()
+    return run, work
+
+
 def result_of(run: RunDirectory, ended: Ended) -> TrainResult:
     assert run.train().result_file.exists(), ended.log_tail
     return TrainResult.model_validate_json(run.train().result_file.read_text())
@@ -320,9 +329,7 @@ def test_a_users_file_from_before_the_training_does_not_count_as_saved(
     tmp_path: Path, named: list[str], goes_on: bool
 ) -> None:
     """The script's folder has links to the contents of the working directory."""
-    run = RunDirectory(tmp_path / "run").create()
-    work = run.make_train().root / "script" / "work"
-    work.mkdir(parents=True)
+    run, work = begun(tmp_path)
     # folders are made anew
     (tmp_path / "out" / "checkpoint-5").mkdir(parents=True)
     (tmp_path / "conf").mkdir()
@@ -333,7 +340,6 @@ def test_a_users_file_from_before_the_training_does_not_count_as_saved(
         os.utime(tmp_path / name, (1, 1))
         (work / name).symlink_to(tmp_path / name)
     run.log_event("submitted", "train", job_id="1", data={"label": "main"})
-    run.train().metrics_file.touch()
     (work / "own.pt").touch()
     (work / "latest.pt").symlink_to("own.pt")
     resuming = [argument for name in named for argument in ("--file", name.replace("{folder}", str(tmp_path)))]
@@ -348,6 +354,33 @@ def test_a_users_file_from_before_the_training_does_not_count_as_saved(
     run.events_file.unlink()
     how, _ = _look_for_saved(Start(), job, work, is_first=False)
     assert how.startswith("goes on") == (named != ["gone/last.pt"])
+
+
+@pytest.mark.parametrize(
+    ("resuming", "goes_on"),
+    [
+        # words by which a script looks for its newest checkpoint, as those of diffusers do
+        (["--resume_from_checkpoint", "latest"], False),
+        (["--resume=auto"], False),
+        # it may have saved in a format that is not known here
+        (["--auto-resume"], True),
+        ([], True),
+    ],
+)
+def test_a_word_for_the_newest_checkpoint_resumes_no_script_that_has_saved_nothing_in_its_epochs(
+    tmp_path: Path, resuming: list[str], goes_on: bool
+) -> None:
+    run, work = begun(tmp_path)
+    sweep = SweepSpec.model_validate({"name": "x", "workload": {**OWN, "resume_arguments": resuming}})
+    job = TrainJob(sweep, CLUSTER, Configuration(1, 2, 8), run.root)
+    how, saved_at = _look_for_saved(Start(), job, work, is_first=False)
+    assert (how.startswith("goes on"), saved_at) == (goes_on, None), how
+    assert goes_on or how == "begins anew: the script has saved nothing yet"
+    # whatever it writes, and wherever
+    work.with_name("saved.jsonl").touch()
+    how, saved_at = _look_for_saved(Start(), job, work, is_first=False)
+    assert how.startswith("goes on by itself")
+    assert saved_at is not None
 
 
 def test_a_script_at_its_time_limit_does_not_begin_anew_in_vain(

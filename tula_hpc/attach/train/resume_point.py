@@ -135,6 +135,8 @@ def _look_for_saved(
         return f"begins anew: {why}", None
     saved_at: float | None = None
     resuming = []
+    # an argument is a word, such as `latest`, for a checkpoint that the script looks for itself
+    is_word = False
     submitted = (job.submitted_at for job in run.history().submissions("train"))
     # if events were lost, no file is known to be older than this training
     began_at = min(submitted, default=0.0)
@@ -147,11 +149,12 @@ def _look_for_saved(
             saved_at = max(saved_at or 0.0, written_at)
         elif _should_be_saved(file, name, work):
             return f"begins anew: the script has not written {named} yet", None
+        is_word |= not (name.startswith("-") or file.exists())
         resuming.append(f"{option}{equals}{named}")
     saved_at = saved_at or last_saved_in(work)
     logged_at = run.train(job.label).metrics_file.stat().st_mtime
     has_failed = run.history().failed_as_it_went_on(job.label, logged_at)
-    if saved_at is None and (has_failed or is_first):
+    if saved_at is None and (has_failed or is_first or is_word):
         return "begins anew: the script has saved nothing yet", None
     start.resumes = True
     start.resuming = resuming
