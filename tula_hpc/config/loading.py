@@ -84,7 +84,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise InputError(message, source=path) from None
     except (ValueError, RecursionError) as error:
         # TOMLDecodeError is a ValueError; a number of 5000 digits also raises one
-        text = _one_line(error)
+        text = re.sub(r"Cannot declare \(.*\) twice", "a table is given twice", _one_line(error))
         for words, meaning in TOMLLIB_WORDS.items():
             text = text.replace(words, meaning)
         if path.suffix == ".py":
