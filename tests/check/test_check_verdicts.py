@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tula_hpc.check.__main__ import _as_text
+from tula_hpc.check.__main__ import _as_text, main
 from tula_hpc.check.network_verdicts import bus_rate, judge_network
 from tula_hpc.check.rank_verdicts import judge_job, slow_ranks
 from tula_hpc.check.reports import (
@@ -30,6 +30,7 @@ from tula_hpc.check.reports import (
 from tula_hpc.check.site import Answer, Limits, Nodes, Partition, Site, ask_site, minutes_of
 from tula_hpc.check.site_verdicts import Level, Topic, Verdict, failed, judge_data_here, judge_site
 from tula_hpc.config import ClusterSpec, WorkloadSpec
+from tula_hpc.launch.bounded_command import NOT_CONFIGURED
 from tula_hpc.launch.launcher import Launcher
 from tula_hpc.records import RunDirectory
 
@@ -453,3 +454,35 @@ def test_of_several_failures_the_first_cause_is_named_at_the_end() -> None:
 
     assert last_line(fine, later, cause).startswith("first: partition: set partition to one of: batch; ")
     assert last_line(fine, cause) == "1 failed, 1 ok"
+
+
+@pytest.mark.parametrize(
+    ("answer", "found", "again"),
+    [
+        (None, "scontrol is not on PATH: is this a Slurm login node?", False),
+        (f"echo '{NOT_CONFIGURED}' >&2; exit 1", "run this on a login node, or set SLURM_CONF", False),
+        ("echo 'Unable to contact slurm controller' >&2; exit 1", "Unable to contact slurm controller", True),
+    ],
+)
+def test_without_slurm_a_check_says_once_where_to_run_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    answer: str | None,
+    found: str,
+    again: bool,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "300")
+    if answer is not None:
+        (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{answer}\n")
+        (tmp_path / "scontrol").chmod(0o700)
+    Path("c.toml").write_text('executor = "slurm"\n')
+    assert main(["c.toml"]) == 1
+    said = capsys.readouterr().out
+    assert found in said
+    assert said.count("login node") == (not again)
+    assert ("run the check again when Slurm answers; " in said) == again
+    assert 'to check this machine instead, set executor = "local"' in said

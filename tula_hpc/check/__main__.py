@@ -28,7 +28,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_hpc.command_errors import CommandParser, exit_code_of
-from tula_hpc.errors import LaunchError, RunDirectoryError
+from tula_hpc.errors import (
+    LaunchError,
+    NotConfiguredError,
+    NotStartedError,
+    RunDirectoryError,
+)
 from tula_hpc.files import make_private, write_out
 from tula_hpc.formatting import printable_output, wrapped
 
@@ -227,7 +232,9 @@ class _Check:
         try:
             self.site = ask_site(self._sweeps_launcher(), self.nodes)
         except LaunchError as error:
-            remedy = 'run this on a Slurm login node, or with executor = "local"'
+            remedy = 'to check this machine instead, set executor = "local"'
+            if not isinstance(error, NotStartedError | NotConfiguredError):
+                remedy = f"run the check again when Slurm answers; {remedy}"
             self.verdicts.append(failed(Topic.SLURM, unreached(error), remedy))
             return False
         self.verdicts += judge_site(self.cluster, self.site)
