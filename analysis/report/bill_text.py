@@ -86,7 +86,7 @@ def bill_sentences(
     took = f"{name} took {format_duration(whole.actual)} in all {SOURCES[bill.source]}"
     yield f"{took}, {_judged(whole, _promised_times(whole))}."
     paid = f"It cost {format_money(cost.actual, bill.currency)}"
-    yield f"{paid}; {_predicted(_promised_amounts(cost, bill.currency))}."
+    yield f"{paid}; {_predicted(promised_amounts(cost, bill.currency))}."
     if parts:
         yield from _parts_off(bill)
     if bill.source is Source.NOTES and bill.unknown_runs:
@@ -186,7 +186,8 @@ def _promised_times(compared: Compared) -> list[str]:
     return [duration_within(seconds, *ends, compared.actual) for seconds in times]
 
 
-def _promised_amounts(compared: Compared, currency: str) -> list[str]:
+def promised_amounts(compared: Compared, currency: str) -> list[str]:
+    """Return the expected cost and the ends of its interval, with the digits that this allows."""
     if compared.interval is None:
         return [format_money(compared.expected, currency)]
     ends = compared.interval
@@ -227,7 +228,7 @@ def bill_table(bill: TrainingBill) -> TextTable:
         for name, seconds in times.items()
     ]
     paid = format_money(bill.cost.actual, bill.currency)
-    rows.append(_row("cost", bill.cost, _promised_amounts(bill.cost, bill.currency), paid))
+    rows.append(_row("cost", bill.cost, promised_amounts(bill.cost, bill.currency), paid))
     return TextTable(COLUMNS, rows)
 
 

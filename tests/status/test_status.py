@@ -1398,7 +1398,7 @@ def test_the_time_shown_with_the_planned_cost_is_the_whole_time(tmp_path: Path, 
 def test_a_training_that_ended_is_compared_with_its_plan(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = make_run(tmp_path / "run")
     made = run.read_plan()
-    interval = {"wall_time_s": (3_400.0, 3_800.0)}
+    interval = {"wall_time_s": (3_400.0, 3_800.0), "cost": (4.0, 12.0)}
     chosen = made.chosen.model_copy(update={"wall_time_s": 3_600.0, "cost": 8.0, "interval_90": interval})
     write_plan(run, made.model_copy(update={"chosen": chosen, "candidates": [chosen]}))
     by_notes = status.status_of(run.root).promise
@@ -1414,7 +1414,8 @@ def test_a_training_that_ended_is_compared_with_its_plan(tmp_path: Path, cluster
     assert (run_status.promise.actual_s, run_status.promise.verdict, run_status.promise.paid) == (5_400.0, "more", 12.0)
     text = re.sub(r"\s+", " ", text_of(run_status))
     assert "took 1 h 30 min, longer than the predicted 57 min to 1 h 3 min (90 %; expected 1 h)" in text
-    assert "cost 12.00 USD, predicted: 8.00 USD" in text
+    assert "cost 12.00 USD, predicted: 8 USD; by accounting" in text
+    assert "and 8 USD in all" in text, "one prediction has the same digits on both lines"
 
 
 PRICES: dict[str, dict[str, object]] = {

@@ -265,6 +265,7 @@ def _decision(plan: Plan, result: TrainResult, bill: TrainingBill | None) -> str
 
 def _cost(sweep: Sweep, plan: Plan, bill: TrainingBill | None) -> str:
     """Describe the cost of training and profiling, by the plan's price of a node-second."""
+    from tula_hpc.analysis.report.bill_text import promised_amounts
     from tula_hpc.analysis.report.text import used_by_profiling
     from tula_hpc.analysis.run_contents import read_run
 
@@ -280,7 +281,8 @@ def _cost(sweep: Sweep, plan: Plan, bill: TrainingBill | None) -> str:
     if bill is None or bill.cost.actual is None:
         return f"{profiling}; the cost of the training is unknown{by}"
     paid = format_money(bill.cost.actual, bill.currency)
-    expected = format_money(bill.cost.expected, bill.currency)
+    # with the digits of the sentence on the bill, which is printed before
+    expected = promised_amounts(bill.cost, bill.currency)[0]
     whole = format_money(bill.cost.actual + spent, bill.currency)
     return f"about {whole}: training {paid} ({expected} was predicted), {profiling}{by}"
 

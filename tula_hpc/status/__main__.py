@@ -34,7 +34,8 @@ seconds, durations are seconds:
     cost            currency, price, node_hours, cost; profile, train, control: node_hours, cost, source (sacct, notes,
                     events, steps), queue_s
     promise         an ended training against its plan: expected_s, interval_s (90 %), actual_s, verdict (within,
-                    more, less, unknown), expected_cost, paid, promised_currency, told_by (accounting, notes)
+                    more, less, unknown), expected_cost, cost_interval (90 %), paid, promised_currency,
+                    told_by (accounting, notes)
     doubts          places that could not be read
     avoided         hosts that later jobs avoid because a device failed there: host, said, until
 """

@@ -128,8 +128,10 @@ class PromiseStatus(Record):
     actual_s: float
     # within, more, less or unknown
     verdict: PromiseVerdict
-    # both in `promised_currency`, the plan's
+    # this and the next two in `promised_currency`, the plan's
     expected_cost: float
+    # its 90 % interval; None: the plan has none
+    cost_interval: tuple[float, float] | None
     paid: float | None
     promised_currency: str
     # source of the actual numbers: accounting or notes
@@ -154,6 +156,7 @@ def promise_kept(facts: Facts) -> PromiseStatus | None:
         actual_s=bill.whole.actual,
         verdict=bill.whole.verdict,
         expected_cost=bill.cost.expected,
+        cost_interval=bill.cost.interval,
         paid=bill.cost.actual,
         promised_currency=bill.currency,
         told_by=bill.source.value,

@@ -200,9 +200,11 @@ def _promise(promise: PromiseStatus) -> str:
     taken = f"took {format_duration(promise.actual_s)}, {expected}"
     currency = promise.promised_currency
     paid = format_money(promise.paid, currency)
+    # with the digits of the line on the plan
+    ends = promise.cost_interval or (promise.expected_cost, promise.expected_cost)
+    predicted = money_within(promise.expected_cost, *ends, currency)
     source = {"accounting": "accounting", "notes": "the run's own records"}[promise.told_by]
-    cost = f"cost {paid}, predicted: {format_money(promise.expected_cost, currency)}"
-    return f"{taken}; {cost}; by {source}"
+    return f"{taken}; cost {paid}, predicted: {predicted}; by {source}"
 
 
 def _training_lines(training: TrainingStatus) -> Iterator[LabelledLine]:
