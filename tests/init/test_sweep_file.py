@@ -410,9 +410,23 @@ def test_a_script_of_that_name_in_the_working_directory_is_not_taken(
     assert main(["conf/cluster.toml", "--script", "conf/train.py"]) == 0
     sweep = load_sweep(tmp_path / "conf" / "train.toml", ["workload.samples=900"])
     assert sweep.workload.script == tmp_path / "conf" / "train.py"
-    capsys.readouterr()
-    assert main([".", "--script", "conf/train.py"]) == 2
-    assert capsys.readouterr().err == ".: is a folder; expected the name of a cluster file\n"
+
+
+def test_a_script_or_folder_in_the_place_of_the_cluster_file_is_refused_and_never_replaced(
+    commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_site(commands, [MadePartition("cpu")])
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(ARGPARSE)
+    for words in (["train.py"], ["train.py", "--force"], ["train.py", "--script", "train.py"]):
+        assert main(words) == 2
+        refusal = capsys.readouterr().err
+        assert refusal.startswith("train.py: is a script; expected the name of a cluster file, or ")
+        assert refusal.endswith(" init --script train.py\n")
+    for words in ([], ["--force"], ["--script", "train.py"]):
+        assert main([".", *words]) == 2
+        assert capsys.readouterr().err == ".: is a folder; expected the name of a cluster file\n"
+    assert Path("train.py").read_text() == ARGPARSE
 
 
 def test_sizes_and_the_rates_batch_are_those_of_partitions_and_of_the_script(commands: Path, tmp_path: Path) -> None:

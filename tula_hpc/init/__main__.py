@@ -111,6 +111,7 @@ def _run(options: argparse.Namespace) -> int:
         if options.json or options.partition is not None or options.script is not None:
             raise InputError("cannot be combined with other options", source="--examples")
         return _write_examples(options.examples)
+    _refuse_no_cluster_file(options.file)
     script = None if options.script is None else _read_script(options)
     cluster = _cluster(options)
     if script is not None:
@@ -120,6 +121,16 @@ def _run(options: argparse.Namespace) -> int:
     else:
         write_out("".join(f"{printable(line)}\n" for line in _words(cluster, script)))
     return 0
+
+
+def _refuse_no_cluster_file(file: Path) -> None:
+    """Refuse what cannot be a cluster file's name before anything is asked, written or replaced."""
+    expected = "expected the name of a cluster file"
+    if file.suffix == ".py":
+        meant = command_line("init", "--script", str(file))
+        raise InputError(f"is a script; {expected}, or {meant}", source=file)
+    if file.is_dir():
+        raise InputError(f"is a folder; {expected}", source=file)
 
 
 def _write_examples(folder: Path) -> int:
@@ -147,8 +158,6 @@ def _read_script(options: argparse.Namespace) -> Script:
     if mistake is not None:
         message = f"{mistake}; expected a training script in Python, by its path from {Path.cwd()}"
         raise InputError(message, source=path)
-    if options.file.is_dir():
-        raise InputError("is a folder; expected the name of a cluster file", source=options.file)
     target = options.file.with_name(f"{path.stem}.toml")
     if target == options.file:
         target = target.with_name(f"{path.stem}-sweep.toml")
