@@ -108,7 +108,8 @@ class _Cluster(NamedTuple):
 
 def _run(options: argparse.Namespace) -> int:
     if options.examples is not None:
-        if options.json or options.partition is not None or options.script is not None:
+        others = (options.json, options.force, options.partition, options.script)
+        if any(each not in (None, False) for each in others):
             raise InputError("cannot be combined with other options", source="--examples")
         return _write_examples(options.examples)
     _refuse_no_cluster_file(options.file)
