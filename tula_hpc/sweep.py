@@ -59,7 +59,8 @@ def _run(options: argparse.Namespace) -> int:
         from tula_hpc.cli.dry_run import describe_submission
 
         check_run(spec, cluster, root)
-        describe_submission(spec, cluster, root).show()
+        trains = options.until in ("train", "report")
+        describe_submission(spec, cluster, root, trains=trains).show()
         return 0
     sweep = open_run(spec, cluster, root)
     with status_at_end(root, wanted=options.json):

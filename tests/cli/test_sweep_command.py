@@ -941,6 +941,16 @@ def test_dry_run_prints_jobs_hours_and_scripts_and_creates_nothing(
     assert [f"of partition '{name}' are chosen" in of_two for name in ("old", "new")] == [True, True]
 
 
+@pytest.mark.parametrize("until", ["profile", "plan"])
+def test_a_dry_run_shows_no_training_that_the_command_would_not_submit(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str], until: str
+) -> None:
+    out = dry_run(sweep_file, capsys, "--set", "search.mode=full", "--until", until)
+    assert "at most 1.50 node-hours" in out
+    assert "training:" not in out
+    assert out.count("#!/bin/bash") == 1
+
+
 def test_a_dry_run_without_slurm_says_that_it_was_not_asked(
     sweep_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

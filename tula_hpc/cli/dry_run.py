@@ -48,8 +48,10 @@ class Beginning(NamedTuple):
     waves: list[Wave]
 
 
-def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Preview:
-    """Describe the next jobs of a sweep; creates nothing.
+def describe_submission(
+    spec: SweepSpec, cluster: ClusterSpec, root: Path, *, trains: bool = True
+) -> Preview:
+    """Describe the next jobs of a sweep, without its training unless it `trains`; creates nothing.
 
     Raises:
         InputError: The sweep would be refused for a mistake in its workload.
@@ -75,20 +77,25 @@ def describe_submission(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Pr
     begun = [each for each, words in zip(begun, refusals, strict=True) if not words]
     lines += [line for beginning in begun for line in _profiling(beginning)]
     scripts = [script for each in begun for script in _profile_scripts(each.part, each.waves)]
+    profiling = Preview(lines, scripts)
+    return _with_training(sweep, begun, profiling) if trains else profiling
+
+
+def _with_training(sweep: Sweep, begun: Iterable[Beginning], profiling: Preview) -> Preview:
     chosen = None if any(each.waves for each in begun) else _chosen(sweep)
     if chosen is not None:
         there = sweep.on(chosen.partition)
-        return Preview(
-            [*lines, _planned_training(there, chosen)],
-            [*scripts, *_train_script(there, chosen.nodes)],
-        )
-    parts = parts_of(sweep)
-    scripts += [
-        script
-        for part in parts
-        for script in _train_script(part, max(part.spec.search.cluster_sizes))
-    ]
-    return Preview([*lines, *map(_training, parts)], scripts)
+        lines = [_planned_training(there, chosen)]
+        scripts = [*_train_script(there, chosen.nodes)]
+    else:
+        parts = parts_of(sweep)
+        lines = [*map(_training, parts)]
+        scripts = [
+            script
+            for part in parts
+            for script in _train_script(part, max(part.spec.search.cluster_sizes))
+        ]
+    return Preview([*profiling.words, *lines], [*profiling.scripts, *scripts])
 
 
 def _container(sweep: Sweep) -> Iterator[str]:
