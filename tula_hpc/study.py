@@ -45,11 +45,6 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Running the same command again continues where it stopped.",
     )
     add_input_options(parser)
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print trainings, script, and Slurm's answer to it; submit nothing",
-    )
     return parser
 
 

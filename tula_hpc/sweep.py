@@ -40,11 +40,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_input_options(parser)
     parser.add_argument("--until", choices=STAGES, default="report", help="stop after this stage")
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print jobs, node-hours, scripts, and Slurm's answer to them; submit nothing",
-    )
     return parser
 
 

@@ -26,7 +26,7 @@ SLURM_CONF = "/etc/slurm/slurm.conf"
 
 
 def add_input_options(parser: argparse.ArgumentParser) -> None:
-    """Add options for sweep, cluster, run directory, single keys, output and detaching."""
+    """Add the options that `tula sweep` and `tula study` share."""
     parser.add_argument(
         "sweep", type=Path, metavar="SWEEP.toml", help="what to train; see sweeps/example.toml"
     )
@@ -49,10 +49,19 @@ def add_input_options(parser: argparse.ArgumentParser) -> None:
         "cluster.partitions.NAME.key=value for one of a partition; repeatable",
     )
     parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the jobs, their scripts, and Slurm's answer to them; submit nothing",
+    )
+    parser.add_argument(
         "--json",
         action="store_true",
         help="at the end print the JSON object of tula status --json; all else goes to standard error",
     )
+    _add_detaching(parser)
+
+
+def _add_detaching(parser: argparse.ArgumentParser) -> None:
     who = parser.add_mutually_exclusive_group()
     who.add_argument(
         "--detach",
@@ -75,7 +84,7 @@ def _assignment(text: str) -> str:
 @ending_at_once()
 def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
     """Read the sweep and the cluster; check each by itself and both together."""
-    if getattr(options, "json", False) and getattr(options, "dry_run", False):
+    if options.json and options.dry_run:
         raise InputError(
             "describes a run, but --dry-run makes none; leave out one of them", source="--json"
         )
@@ -126,11 +135,11 @@ def _slurm_is_here() -> bool:
 
 def _refuse_detached_here(options: argparse.Namespace, cluster: ClusterSpec) -> None:
     """Refuse the options of a detached sweep if jobs do not go through Slurm."""
-    if getattr(options, "detach", False) and cluster.executor != "slurm":
+    if options.detach and cluster.executor != "slurm":
         raise InputError(
             'needs a cluster with executor = "slurm"; here use nohup or tmux', source="--detach"
         )
-    if getattr(options, "take_over", False) and cluster.executor != "slurm":
+    if options.take_over and cluster.executor != "slurm":
         raise InputError(
             'nothing is detached here, since that needs executor = "slurm"; leave it out',
             source="--take-over",
@@ -164,7 +173,7 @@ def _load_without_paths(
         )
     except InputError:
         raise mistake from None
-    if getattr(options, "dry_run", False) and _lacks_only_data(options):
+    if options.dry_run and _lacks_only_data(options):
         return spec, cluster
     script = spec.workload.script
     if script and not script.exists() and RunDirectory(run_root(options, spec)).has_results():
