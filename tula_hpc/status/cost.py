@@ -215,7 +215,7 @@ def _price(facts: Facts, stage: str, partition: str) -> float | None:
     """Return the price of a node-hour on a partition; an unknown one counts as the first."""
     if facts.cluster is None:
         return None
-    parts = facts.cluster.by_name() if facts.cluster else {}
+    parts = facts.cluster.by_name()
     there = parts.get(partition) or next(iter(parts.values()))
     part = facts.cluster.controller() if stage == "control" else there
     rows = [row for row in facts.measurements if row.partition == partition]
