@@ -75,6 +75,23 @@ def test_a_terminal_of_any_encoding_shows_all_of_it(encoding: str, monkeypatch: 
     assert "txt.exe" in shown
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_plan_and_a_bar_are_shown_on_a_terminal_that_lacks_their_dashes(
+    encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = {}
+    for name in ("stdout", "stderr"):
+        shown[name] = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
+        monkeypatch.setattr(sys, name, shown[name])
+    with printable_output():
+        with_own_escapes(sys.stdout).write("1 – 2 ×\n")
+        with BarProgress("train") as bar:
+            bar.update(1, 2, "1 – 2")
+    dash = r"\u2013"
+    for name, stream in shown.items():
+        assert f"1 {dash} 2" in stream.buffer.getvalue().decode(encoding), name
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """A run with such text in all of its records; only a report is written into it."""

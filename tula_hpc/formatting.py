@@ -8,6 +8,7 @@ command that a message suggests can be run as printed (`command_line`).
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
 import re
@@ -417,9 +418,14 @@ def printable_output() -> Iterator[None]:
 
 
 def with_own_escapes(stream: TextIO) -> TextIO:
-    """Return the raw stream, for clean output with terminal escapes of its own."""
+    """Return the raw stream, for clean output with terminal escapes of its own.
+
+    Characters that its encoding lacks, as Latin-1 lacks dashes, are shown as `\u2013`.
+    """
     while isinstance(stream, _PrintableStream):
         stream = stream.stream
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
     return stream
 
 
