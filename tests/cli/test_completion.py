@@ -70,6 +70,19 @@ def test_every_option_of_every_command_is_completed() -> None:
             assert all(flag in script for flag in action.option_strings for script in scripts)
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_script_is_printed_as_it_is_and_a_full_disk_is_named(
+    shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["completion", shell]) == 0
+    assert capsys.readouterr().out == script_for(shell)
+    # closing it would write the rest
+    with contextlib.suppress(OSError), Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["completion", shell]) == 1
+    assert capsys.readouterr().err.startswith("the output: No space left on device")
+
+
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
 def test_zsh_takes_the_script(folder: Path) -> None:
     (folder / ".script").write_text(script_for("zsh"))

@@ -19,8 +19,9 @@ from typing import Any
 import shtab
 
 from tula_hpc.cli.commands import COMMANDS
-from tula_hpc.command_errors import CommandParser
+from tula_hpc.command_errors import CommandParser, exit_code_of
 from tula_hpc.files import write_out
+from tula_hpc.formatting import printable_output
 from tula_hpc.python_path import PROGRAM
 
 # metavars of arguments that are run directories or a report's folder
@@ -39,10 +40,14 @@ _tula_py() { _tula_ending .py "$1"; }
 """
 
 
+@printable_output()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the script and return 0."""
-    shell = _parser().parse_args(arguments).shell
-    write_out(script_for(shell))
+    """Print the script and return the exit code."""
+    return exit_code_of(_run, _parser().parse_args(arguments))
+
+
+def _run(options: argparse.Namespace) -> int:
+    write_out(script_for(options.shell))
     return 0
 
 
