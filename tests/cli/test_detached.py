@@ -347,6 +347,9 @@ def test_a_command_at_a_terminal_asks_who_carries_on(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: str
 ) -> None:
     job = detached.controllers(on_its_way(cluster))[0]
+    # closed by the shell, as by <&-
+    monkeypatch.setattr("sys.stdin", None)
+    assert not detached._is_wanted_here(job)
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{answer}\n"))
     assert not detached._is_wanted_here(job)
     assert capsys.readouterr().err == ""

@@ -225,7 +225,7 @@ def look_on(sweep: Sweep) -> None:
 
 
 def _is_wanted_here(job: Submitted) -> bool:
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+    if not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
         return False
     sys.stderr.write(
         f"Controller job {job.job_id} carries this sweep on. Cancel it, and carry on here? [y/N] "
