@@ -427,6 +427,7 @@ def test_a_run_of_an_earlier_version_may_lack_a_key_of_scripts_or_studies(tmp_pa
     ("file", "table", "line", "refused"),
     [
         ("sweep_file", "training", "no_such_key = 8", "unknown key"),
+        ("sweep_file", "training", f"delta = {'9' * 5000}", "value has 5000 digits; it says what was measured"),
         ("cluster_file", "pricing", "checkpoint_write_s = 7.0", r"7\.0 before, not set now"),
     ],
 )

@@ -182,7 +182,7 @@ def _keys(toml: str) -> dict[Key, Any]:
     """Return every value by its key; empty if the text is not TOML."""
     try:
         return dict(_flat(tomllib.loads(toml), ()))
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return {}
 
 
