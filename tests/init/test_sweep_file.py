@@ -625,6 +625,13 @@ def test_steps_of_a_rollout_and_what_the_script_computes_are_not_given_values(tm
     assert (found.batch.flag, found.steps.flag) == ("--batch-size", "--num-steps")
 
 
+def test_a_default_that_is_no_value_is_not_known(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text('p.add_argument("--batch-size", default={[1]: 2})\n')
+    batch = read_options(tmp_path / "train.py").batch
+    assert batch is not None
+    assert batch.default is None
+
+
 def test_the_shipped_scripts_are_read() -> None:
     own = read_options(ROOT / "sweeps" / "own_script.py")
     assert own.batch is not None

@@ -69,7 +69,8 @@ def value_of(node: ast.expr | None, constants: dict[str, Any]) -> Any:
         return math.prod(factors) if is_product else None
     try:
         return None if node is None else ast.literal_eval(node)
-    except ValueError:
+    # TypeError: a list as a key, which the script itself would not survive
+    except (ValueError, TypeError):
         return None
 
 
