@@ -77,7 +77,7 @@ def _write(runs: Sequence[RunDirectory], folder: Path | None, *, as_json: bool) 
         kind = "run"
         paths = _write_run(first)
     if not as_json:
-        print(paths[0])
+        write_out(f"{paths[0]}\n")
         return
     summary = {
         "schema_version": 1,

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import html.parser
 import json
+import os
 import re
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -282,6 +284,19 @@ def test_json_names_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (output["schema_version"], output["kind"], output["run_directory"]) == (1, "run", str(run.root))
     assert output["files"][0] == output["page"] == str(run.report / "report.html")
     assert {Path(path).name for path in output["files"]} == {path.name for path in run.report.iterdir()}
+
+
+@pytest.mark.usefixtures("no_figure", "no_pages")
+def test_a_reader_that_is_gone_when_the_page_is_named_gets_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", stage="plan")
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert main([str(run.root)]) == 0
+    assert (run.report / "report.html").exists()
 
 
 @pytest.mark.usefixtures("cost_figure")
