@@ -177,3 +177,4 @@ def test_the_way_to_a_report_is_shown(words: list[str], code: int, capsys: pytes
     ]
     assert places == sorted(places)
     assert all(f"\n  {name} " in shown for name in COMMANDS)
+    assert shown.isascii(), "it is printed before the encoding of the terminal is asked for"

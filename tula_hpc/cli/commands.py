@@ -33,7 +33,7 @@ COMMANDS = {
     "sweep": Command(
         "tula_hpc.sweep", "profile a training, plan, train at the best configuration, and report"
     ),
-    "study": Command("tula_hpc.study", "compare methods of training: methods × batches × seeds"),
+    "study": Command("tula_hpc.study", "compare methods of training at several batches and seeds"),
     "status": Command(
         "tula_hpc.status.__main__", "show a run's jobs, failures, costs and next steps"
     ),
