@@ -14,6 +14,7 @@ import shlex
 import stat
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -168,6 +169,15 @@ def full_disk(folder: Path) -> str:
     except OSError as error:
         return f"{folder}: {in_words(error)}" if error.errno in NO_SPACE else ""
     return ""
+
+
+def now_of_files(folder: Path) -> float:
+    """Return the present Unix time by the clock of a folder's file system, else of this machine."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return time.time()
 
 
 def has_no_room(folder: Path) -> bool:

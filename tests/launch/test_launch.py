@@ -26,7 +26,7 @@ from tula_hpc.launch import slurm
 from tula_hpc.launch.job_files import Notice, Request, Submitted, setup_text
 from tula_hpc.launch.launcher import NOTICE, REFUSED, Launcher, StillRunningError, describe_states
 from tula_hpc.launch.local_executor import is_alive
-from tula_hpc.launch.slurm_executor import could_start, requeue_if_killed, time_outs
+from tula_hpc.launch.slurm_executor import SBATCH_S, could_start, requeue_if_killed, time_outs
 from tula_hpc.records import Event, RunDirectory, append_record
 from tula_hpc.records.events import CONTROL, GUARD
 from tula_hpc.retry_policy import CONTROL_MINUTES
@@ -169,6 +169,23 @@ def test_what_an_sbatch_that_was_given_up_submits_late_does_not_run(
     (folder / "task-0.pkl").touch()
     assert there.find_lost() == []
     assert [path.name for path in folder.iterdir()] == [REFUSED]
+
+
+@pytest.mark.parametrize("ahead_s", [-600.0, 600.0])
+def test_an_sbatch_that_may_be_at_work_is_waited_for_by_the_file_servers_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    there = launcher(tmp_path, executor="slurm")
+    folder = there.run.slurm / "train-1"
+    folder.mkdir(mode=0o700)
+    (folder / NOTICE).write_text(Notice(name="x", stage="train", tasks=[{}]).model_dump_json())
+    real = time.time
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "time", lambda: real() + ahead_s)
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    monkeypatch.setattr(slurm, "named", lambda name: [])
+    there.find_lost()
+    assert SBATCH_S - 5 < pauses[0] <= SBATCH_S
 
 
 def test_the_script_says_what_the_template_says(tmp_path: Path) -> None:

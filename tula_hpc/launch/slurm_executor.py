@@ -29,7 +29,7 @@ from tula_hpc.config import ClusterSpec
 from tula_hpc.containers import NO_FOLDERS, Folders, export_lines, python_of, srun_options
 from tula_hpc.env import RUN_MARK, outside_of_job, slurm_job_id
 from tula_hpc.errors import InputError, LaunchError, NotStartedError, RefusedError, SubmitLimitError
-from tula_hpc.files import in_words
+from tula_hpc.files import in_words, now_of_files
 from tula_hpc.launch import slurm
 from tula_hpc.launch.bounded_command import Done, no_answer, run
 from tula_hpc.launch.job_files import (
@@ -303,8 +303,8 @@ class SlurmJobs:
         `notice` is that of a command that was killed while it submitted them; `known` ids are on
         record.
         """
-        # not below 0: on a file server the file has the time of another clock
-        submitted_s = max(0.0, time.time() - path.stat().st_mtime)
+        # the file server's clock may differ from this machine's
+        submitted_s = max(0.0, now_of_files(path.parent) - path.stat().st_mtime)
         # its sbatch may still be at work
         time.sleep(max(0.0, SBATCH_S - submitted_s))
         ids = sorted({job_id.partition("_")[0] for job_id in known})
