@@ -98,6 +98,19 @@ def test_a_preempted_job_uses_up_no_attempt_of_another_failure() -> None:
     assert jobs_until_given_up(STUDY_TABLE, Failure.TIMED_OUT, interrupted=2) == 7
 
 
+def test_a_training_that_gets_further_is_not_killed_in_vain_though_its_nodes_clock_is_behind() -> None:
+    events = [
+        Event(time=time, event=name, stage="train", job_id=str(job), failure=failure, data=data)
+        for job in (1, 2, 3)
+        for time, name, failure, data in (
+            (5.0, "submitted", None, {"label": "a"}),
+            (1.0, "resumed", None, {"samples_seen": job}),
+            (6.0, "ended", Failure.KILLED, {}),
+        )
+    ]
+    assert PLAN_TABLE.judge(RunHistory(events), "a", JobFailure(Failure.KILLED), since=4.0) is NextStep.AGAIN
+
+
 def test_a_preempted_job_of_an_earlier_command_does_not_count_for_this_one() -> None:
     events = [
         Event(time=time, event=name, stage="train", job_id=job, failure=failure, data={"label": "a"})

@@ -568,12 +568,14 @@ class RunHistory:
     def in_vain(self, label: str, failure: Failure, since: float = 0.0) -> int:
         """Count the last jobs in a row that ended by `failure` and had begun at the same sample.
 
-        Events before `since` (Unix time) do not count: their cause may have been removed.
+        Jobs submitted before `since` (Unix time) do not count: their cause may have been removed.
         """
+        jobs = self._submitted_for(label, since)
         begun: dict[str, int] = {}
         starts: list[int] = []
         for event in self.of_training(label):
-            if event.time < since:
+            # not by the time of the event, which may come from a node whose clock is behind
+            if event.job_id not in jobs:
                 continue
             if event.event == "resumed":
                 begun[event.job_id] = ProgressData.of(event).samples_seen or 0
