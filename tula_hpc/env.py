@@ -47,6 +47,12 @@ def unix_time() -> float:
     return _EPOCH_OF_STEADY + time.clock_gettime(_STEADY)
 
 
+def keep_up_with(moment: float) -> None:
+    """Set this process's clock forward to a moment that has passed by another machine's clock."""
+    global _EPOCH_OF_STEADY  # noqa: PLW0603 - a process has one clock
+    _EPOCH_OF_STEADY += max(0.0, moment - unix_time())
+
+
 class WorkerEnvironment(NamedTuple):
     """Place of this process in its job."""
 

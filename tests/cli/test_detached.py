@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 from tests.run_factory import CLUSTER_TOML, SWEEP_TOML
+from tula_hpc import env
 from tula_hpc.cli import detached
 from tula_hpc.cli.open_run import work
 from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep
+from tula_hpc.env import unix_time
 from tula_hpc.errors import LaunchError, RunDirectoryError, StageError, SubmitLimitError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import command_line
@@ -86,6 +88,18 @@ def test_a_controllers_end_is_noted_before_another_looks_who_is_left(
     detached.run_controller(ControlJob(run.root, "report", 0.0))
     assert locked_then == [True]
     assert [(event.event, event.job_id, event.failure) for event in run.events()] == [("ended", "17", None)]
+
+
+def test_a_controller_records_nothing_that_is_older_than_its_sweep(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of its node may be behind that of the machine where the sweep was started."""
+    monkeypatch.setattr(env, "_EPOCH_OF_STEADY", env._EPOCH_OF_STEADY)
+    monkeypatch.setattr(detached, "_step", lambda *_: None)
+    for ahead_s in (600.0, 0.0, -600.0):
+        before = unix_time()
+        detached.run_controller(ControlJob(run.root, "report", before + ahead_s))
+        assert 0.0 <= run.events()[-1].time - before - max(0.0, ahead_s) < 60.0
 
 
 def test_a_controller_whose_inputs_are_gone_says_so(run: RunDirectory) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from tula_hpc.cli.pipeline import carry_out
 from tula_hpc.command_errors import TRY_AGAIN_ON_A_RUN
 from tula_hpc.config import load_frozen_cluster, load_frozen_sweep, load_sweep
-from tula_hpc.env import slurm_job_id
+from tula_hpc.env import keep_up_with, slurm_job_id
 from tula_hpc.errors import (
     CancelledJobError,
     LaunchError,
@@ -146,6 +146,8 @@ def _on_duty(sweep: Sweep) -> tuple[list[Submitted], list[Submitted]]:
 
 def run_controller(job: ControlJob) -> None:
     """Run a controller job; an error ends it and is recorded in the events."""
+    # else failures in jobs of this sweep would seem to be older than the sweep, and not count
+    keep_up_with(job.started_at)
     run = RunDirectory(job.root)
     try:
         spec = load_frozen_sweep(run.sweep_file)
