@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from submitit.core.utils import JobPaths
 
 from tests.fake_slurm import AROUND, BROKEN, FAULTS, put_commands
 from tests.run_factory import CLUSTER_TOML, SWEEP_TOML
@@ -323,6 +325,19 @@ def test_a_submission_without_an_answer_of_sbatch_is_looked_up_by_its_name(comma
     names = 'for each do case "$each" in x-train-*) name=$each ;; esac; done'
     (commands / "squeue").write_text(f'#!/bin/sh\n{names}\nprintf "ARRAY_JOB_ID|NAME\\n34|$name\\n"\n')
     assert submit(tmp_path) == ["34_0", "34_1"]
+
+
+def test_a_job_that_was_accepted_is_on_record_though_its_script_cannot_be_renamed(
+    commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quota on files may be reached just then."""
+    put_commands(commands)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(JobPaths, "move_temporary_file", refuse)
+    assert submit(tmp_path) == TASKS
 
 
 @pytest.mark.parametrize("how", BROKEN)

@@ -13,6 +13,7 @@ module uses it.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import shutil
@@ -181,7 +182,9 @@ class SlurmJobs:
         write_atomically(script, text)
         job_id = submit_once(script, request.name)
         paths = JobPaths(folder, job_id=job_id)
-        paths.move_temporary_file(script, "submission_file", keep_as_symlink=True)
+        # the job is accepted by now, and its script is only kept for people to read
+        with contextlib.suppress(OSError):
+            paths.move_temporary_file(script, "submission_file", keep_as_symlink=True)
         return slurm.task_ids(job_id, len(tasks))
 
     def states(
