@@ -31,7 +31,7 @@ from tests.fuzzing import fuzz
 from tula_hpc import files
 from tula_hpc.checkpoint import store as checkpoint
 from tula_hpc.checkpoint.store import CheckpointStore, load_model
-from tula_hpc.errors import CheckpointError
+from tula_hpc.errors import CheckpointError, DataError
 
 Store = CheckpointStore
 
@@ -392,6 +392,37 @@ def test_no_usable_file_at_all_is_an_error_and_not_a_new_beginning(store: Store)
     for path in (save(store, 1), save(store, 2)):
         damage_bit(path)
     with pytest.raises(CheckpointError, match=r"no usable checkpoint: .*000000000002.tula is.*000000000001.tula is"):
+        store.load_latest()
+
+
+def test_files_that_an_earlier_run_replaces_meanwhile_are_left_to_the_next_job(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process may go on saving on a node that Slurm has lost."""
+    save(store, 1)
+    save(store, 2)
+    listed = store.paths()
+    other = Store(store.folder)
+    for samples in (3, 4):
+        save(other, samples)
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "paths", lambda _: listed)
+        with pytest.raises(DataError, match=r"no usable checkpoint: .*000002.tula cannot be read: No such file"):
+            store.load_latest()
+    assert latest_samples(store) == 4
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_files_that_the_file_system_does_not_give_this_time_are_left_to_the_next_job(
+    store: Store, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    save(store, 1)
+
+    def refuse(path: Path) -> bytes:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(checkpoint, "_read_verified", refuse)
+    with pytest.raises(DataError, match="no usable checkpoint: "):
         store.load_latest()
 
 

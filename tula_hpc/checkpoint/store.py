@@ -36,8 +36,8 @@ from tula_hpc.checkpoint.payload import (
     check_loaded,
     why_not_plain,
 )
-from tula_hpc.errors import CheckpointError
-from tula_hpc.files import in_words, make_private, mistrust, whole_file
+from tula_hpc.errors import CheckpointError, DataError
+from tula_hpc.files import PASSING, in_words, make_private, mistrust, whole_file
 from tula_hpc.formatting import first_line
 
 MAGIC = b"TULACKPT"
@@ -145,21 +145,29 @@ class CheckpointStore:
         Raises:
             CheckpointError: There are files, but none can be used. Starting from the beginning
                 would silently repeat the work.
+            DataError: The same, but the next job may be able to use them.
         """
         rejected: list[tuple[Path, str]] = []
+        may_pass = False
         for path in reversed(self.paths()):
             try:
                 state = self.load(path)
                 check(state)
             except CheckpointError as error:
                 rejected.append((path, str(error).removeprefix(f"{path}: ")))
+                cause = error.__cause__
+                may_pass |= isinstance(cause, OSError) and cause.errno in PASSING
+                # an earlier run, still at work on a lost node, may have replaced it meanwhile; or
+                # this node's file system shows an old list
+                may_pass |= not os.path.lexists(path)
                 continue
             self._rejected = {bad for bad, _ in rejected}
             newest = max(_age(each).restart_count for each in (path, *self._rejected))
             return LoadedCheckpoint(state, path, rejected, _age(path).samples_seen, newest)
         if rejected:
             reasons = "; ".join(f"{path.name} {reason}" for path, reason in rejected)
-            raise CheckpointError(f"{self.folder}: no usable checkpoint: {reasons}")
+            words = f"{self.folder}: no usable checkpoint: {reasons}"
+            raise DataError(words) if may_pass else CheckpointError(words)
         return None
 
     @staticmethod
