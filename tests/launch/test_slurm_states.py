@@ -130,6 +130,9 @@ def rows(*states: tuple[str, str, str]) -> list[StepState]:
         # a file system that refused a file this time
         ([], f"{FRAME}tula_hpc.errors.CheckpointError: /a: cannot be saved: Input/output error", Failure.KILLED),
         ([], f"{FRAME}tula_hpc.errors.StorageError: /a: cannot be written: Stale file handle", Failure.KILLED),
+        ([], f"{FRAME}tula_hpc.errors.RunDirectoryError: /a: cannot be read: Stale file handle", Failure.KILLED),
+        ([], f"{FRAME}tula_hpc.errors.InputError: /a: cannot be read: Input/output error", Failure.KILLED),
+        ([], f"{FRAME}tula_hpc.errors.InputError: /a: cannot be read: Permission denied", Failure.BAD_INPUT),
         ([], f"{FRAME}tula_hpc.errors.StorageError: /a: cannot be written: Permission denied", Failure.BUG),
     ],
 )

@@ -68,8 +68,8 @@ def _raised(failure: Failure) -> str:
 
 
 # our errors about a file that a file system refused for a passing reason
-_NOT_TAKEN = (
-    r"^(\[rank\d+\]: )?tula_hpc\.errors\.(Checkpoint|Storage)Error: .* cannot be (saved|written): "
+_REFUSED_FILE = (
+    r"^(\[rank\d+\]: )?tula_hpc\.errors\.\w+: .* cannot be (saved|written|read): "
     rf"({'|'.join(map(os.strerror, PASSING))})"
 )
 # Python's last words when it cannot write a traceback any more
@@ -89,6 +89,8 @@ _SIGNS = (
         frozenset(),
         r"OutOfMemoryError|CUDA (error: )?out of memory|Cuda failure.{0,300}out of memory",
     ),
+    # before BAD_INPUT: the file may be one of the user's
+    _Sign(Failure.KILLED, frozenset(), _REFUSED_FILE),
     # before DEVICE_FAILED: its sentence may quote why there is no device
     _Sign(Failure.BAD_INPUT, frozenset(), rf"{_raised(Failure.BAD_INPUT)}|{PYTHON_GONE}"),
     # before its consequences: peers wait for a worker with a broken device until their time is up
@@ -114,7 +116,7 @@ _SIGNS = (
         rf"No space left on device|Disk quota exceeded|File too large|{CUT_OFF}",
     ),
     _Sign(Failure.DIVERGED, frozenset(), _raised(Failure.DIVERGED)),
-    _Sign(Failure.KILLED, frozenset(), rf"{_raised(Failure.KILLED)}|{_NOT_TAKEN}"),
+    _Sign(Failure.KILLED, frozenset(), _raised(Failure.KILLED)),
 )
 
 
