@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -9,7 +10,13 @@ import pytest
 import torch
 
 from tula_hpc.failure_kinds import Failure
-from tula_hpc.process_memory import descendants_processor_s, free_device_share, out_of_memory
+from tula_hpc.process_memory import (
+    descendants_processor_s,
+    free_device_share,
+    held_by_others,
+    out_of_memory,
+    parent_of,
+)
 
 NCCL = (
     "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.28.9"
@@ -61,6 +68,42 @@ def test_with_little_free_memory_an_ambiguous_error_is_lack_of_memory(
 def test_other_errors_are_no_lack_of_memory_however_little_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tula_hpc.process_memory.free_device_share", lambda: 0.0)
     assert out_of_memory(RuntimeError("CUDA error: device-side assert triggered")) is None
+
+
+# torch 2.10's message; older ones say "capacty"
+SHARED_GPU = (
+    "CUDA out of memory. Tried to allocate 138.00 MiB. GPU 0 has a total capacity of 15.90 GiB of which 8.44 MiB is "
+    "free. Process 1246069 has 5.00 GiB memory in use. Including non-PyTorch memory, this process has 10.32 GiB memory "
+    "in use. Of the allocated memory 9.12 GiB is allocated by PyTorch, and 410.41 MiB is reserved by PyTorch but "
+    "unallocated."
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "ours", "held"),
+    [
+        (SHARED_GPU, [], "5.0 GiB of the device's 16 GiB were held outside of this job, by process 1246069"),
+        (SHARED_GPU.replace("capacity", "capacty"), [7], "5.0 GiB of the device's"),
+        # such as the engine of a script, or another worker
+        (SHARED_GPU, [7, 1246069], ""),
+        (SHARED_GPU.replace("5.00 GiB", "577.00 MiB"), [], ""),
+        # in a container torch does not recognize its own process
+        (SHARED_GPU.replace("Including non-PyTorch memory, this process", "Process 20"), [], ""),
+        ("CUDA error: out of memory", [], ""),
+    ],
+)
+def test_processes_of_others_that_hold_much_of_a_gpu_are_named(
+    message: str, ours: list[int], held: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tula_hpc.process_memory.descendants", lambda _: iter(ours))
+    found = held_by_others(torch.OutOfMemoryError(message), 1)
+    assert found.startswith(held)
+    assert bool(found) == bool(held)
+
+
+def test_the_parent_of_a_process_is_known_while_it_lives() -> None:
+    assert parent_of(os.getpid()) == os.getppid()
+    assert parent_of(2**22 + 1) == 0
 
 
 GIB = 1024**3

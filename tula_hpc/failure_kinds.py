@@ -37,7 +37,7 @@ class Failure(StrEnum):
     TIMED_OUT = "timed_out"
     # Slurm lost a node of the job
     NODE_FAILED = "node_failed"
-    # a GPU, its driver or NCCL's network is broken, not the program
+    # a GPU, its driver or NCCL's network is broken, or other jobs hold the GPU's memory
     DEVICE_FAILED = "device_failed"
     # a process vanished without a message: SIGKILL from outside, or its node went down
     KILLED = "killed"

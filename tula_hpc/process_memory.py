@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from tula_hpc.failure_kinds import Failure
+from tula_hpc.formatting import format_bytes, listed
 
 PROC = Path("/proc")
 # glibc's malloc.h: M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
@@ -88,6 +89,16 @@ def _status(field: str) -> int:
     status = (PROC / "self" / "status").read_text()
     match = re.search(rf"^{field}:\s+(\d+) kB", status, re.MULTILINE)
     return int(match.group(1)) * 1024 if match else 0
+
+
+def parent_of(pid: int) -> int:
+    """Return the id of a process's parent; 0 if it has ended."""
+    try:
+        line = (PROC / str(pid) / "stat").read_text()
+    except OSError:
+        return 0
+    # the 4th field of man 5 proc; the 2nd may hold spaces and brackets
+    return int(line.rpartition(")")[2].split()[1])
 
 
 def descendants(pid: int | str) -> Iterator[int]:
@@ -177,3 +188,39 @@ def out_of_memory(error: BaseException) -> Failure | None:
     if _AMBIGUOUS_DEVICE_PHRASES.search(text) and free_device_share() < LITTLE_FREE:
         return Failure.DEVICE_OOM
     return None
+
+
+# torch's words on the memory of a GPU that has run out (c10/cuda/CUDACachingAllocator.cpp)
+_WHOLE_DEVICE = re.compile(r"has a total capac\w+ of ([\d.]+) ([KMG]i)B")
+_THIS_PROCESS = "this process has "
+_OTHER_PROCESS = re.compile(r"\bProcess (\d+) has ([\d.]+) ([KMG]i)B memory in use")
+_UNIT_BYTES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+# share of a GPU's memory from which other processes count as the reason why it ran out
+MUCH = 0.2
+
+
+def held_by_others(error: BaseException, job: int) -> str:
+    """Say which processes outside of this job held much of a GPU where its memory ran out.
+
+    "" if none did, or if torch's message does not say so. `job` is the process from which all
+    processes of this job on this node descend.
+    """
+    text = str(error)
+    whole = _WHOLE_DEVICE.search(text)
+    # in a container torch may not recognize its own process among those on the GPU
+    if whole is None or _THIS_PROCESS not in text:
+        return ""
+    ours = set(map(str, descendants(job)))
+    others = {
+        pid: float(count) * _UNIT_BYTES[unit]
+        for pid, count, unit in _OTHER_PROCESS.findall(text)
+        if pid not in ours
+    }
+    held_bytes = sum(others.values())
+    whole_bytes = float(whole[1]) * _UNIT_BYTES[whole[2]]
+    if held_bytes < MUCH * whole_bytes:
+        return ""
+    return (
+        f"{format_bytes(held_bytes)} of the device's {format_bytes(whole_bytes)} were held outside "
+        f"of this job, by process {listed(list(others))}"
+    )

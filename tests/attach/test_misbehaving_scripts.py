@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import tula_hpc.attach as tula
 from tests.attach.script_runs import BATCH, QUICK, SCRIPTS, measurement_of, profiled
 from tests.forked_jobs import forking_scripts
+from tests.test_memory_errors import SHARED_GPU
 from tula_hpc.attach.hangs import Place
 from tula_hpc.attach.processes import ProcessEnd, error_of, worst
 from tula_hpc.attach.reporting import ProcessMessage, failed_by, unexplained
@@ -364,6 +365,13 @@ def test_a_checkpoint_that_a_file_system_does_not_take_this_time_is_no_mistake_o
 def test_a_network_of_nccl_that_fails_is_no_mistake_of_the_script(last: str, failure: Failure) -> None:
     words = "NCCL error in: NCCLUtils.cpp:77, unhandled system error (run with NCCL_DEBUG=INFO for details)"
     assert failed_by(RuntimeError(f"{words}\nLast error:\n{last}")).failure is failure
+
+
+def test_a_script_tells_its_worker_who_else_held_the_gpu_on_which_memory_ran_out() -> None:
+    message = failed_by(torch.OutOfMemoryError(SHARED_GPU))
+    assert message.failure is Failure.DEVICE_OOM
+    assert message.held.endswith("by process 1246069")
+    assert failed_by(MemoryError()).held == ""
 
 
 def test_different_collectives_of_workers_are_reported() -> None:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from tests.data.spoiled import spoil_item
 from tests.planning_data import memory
+from tests.test_memory_errors import SHARED_GPU
 from tula_hpc.config import ClusterSpec, SweepSpec, TrainingSpec, WorkloadSpec
 from tula_hpc.ddp.methods import reference_share
 from tula_hpc.ddp.process_group import (
@@ -37,16 +38,19 @@ from tula_hpc.ddp.worker import Worker, bare_all_reduce
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import DeviceError, DivergedError, InputError
 from tula_hpc.failure_kinds import Failure
+from tula_hpc.files import HeldFolder
 from tula_hpc.gradients.reference_gradient import reference_gradient
+from tula_hpc.launch.job_specs import ProfileJob
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.profiling.measure import SharedTimes, StepProfile, _with_factors_at_once, measure
 from tula_hpc.profiling.meters import MemoryMeter, Power, PowerMeter
 from tula_hpc.profiling.meters import largest_over_workers as _largest
 from tula_hpc.profiling.probes import FORWARD_PASSES as PASSES
 from tula_hpc.profiling.probes import time_forward
+from tula_hpc.profiling.profile_loop import _measure_and_record
 from tula_hpc.profiling.record import record_oom
 from tula_hpc.profiling.timing import Steps, StoppingRule
-from tula_hpc.records import Configuration, Measurement, read_records
+from tula_hpc.records import Configuration, Measurement, RunDirectory, read_records
 
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 CONFIGURATION = Configuration(nodes=1, workers_per_node=1, local_batch=32)
@@ -685,6 +689,30 @@ def test_a_device_that_another_process_had_filled_is_named_where_memory_ran_out(
     assert (with_use.detail == "rank 0") == (not said)
     # a worker that has not used the device cannot ask for it
     assert (of_host.detail, without_use.detail, again.detail) == ("rank 0", "rank 0", with_use.detail)
+
+
+def test_a_configuration_at_which_others_held_the_memory_bounds_nothing_before_its_last_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    job = ProfileJob(sweep(), ClusterSpec(), (CONFIGURATION,), run.profile / "n1-0.jsonl", nodes=1)
+
+    def run_out(*_: object, **__: object) -> Measurement:
+        raise torch.OutOfMemoryError(SHARED_GPU)
+
+    def profile() -> None:
+        _measure_and_record(job, CONFIGURATION, ALONE, SharedTimes(), HeldFolder(run.profile), began_at=None)
+
+    monkeypatch.setattr("tula_hpc.profiling.profile_loop.measure", run_out)
+    data = {"configuration": list(CONFIGURATION), "partition": ""}
+    for _ in range(2):
+        with pytest.raises(DeviceError, match=r"^memory ran out at .*, but 5\.0 GiB .* by process 1246069$"):
+            profile()
+        assert run.measurements().records == []
+        run.log_event("ended", "profile", job_id="1", failure=Failure.DEVICE_FAILED, data=data)
+    with pytest.raises(SystemExit, match="recorded"):
+        profile()
+    assert [row.failure for row in run.measurements().records] == [Failure.DEVICE_OOM]
 
 
 def test_of_all_workers_the_device_with_least_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tula_hpc.checkpoint.safe_points import Progress
-from tula_hpc.config import SweepSpec
+from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp.stop_signals import StopRequest
-from tula_hpc.errors import StageError
+from tula_hpc.env import WorkerEnvironment
+from tula_hpc.errors import DeviceError, StageError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch import slurm
+from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.launch.slurm import Leaving
+from tula_hpc.records import Configuration, RunDirectory
 from tula_hpc.training import ending
 
 MOST = 3
@@ -64,3 +69,17 @@ def test_a_training_that_slurm_has_requeued_does_not_fail_however_often_it_was_r
     how, events = leave(Leaving.REQUEUED, MOST)
     assert how == "preempted"
     assert [event for event, _ in events] == ["preempted"]
+
+
+def test_a_batch_for_which_others_held_the_memory_is_tried_by_two_more_jobs(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    job = TrainJob(SweepSpec(name="x"), ClusterSpec(), Configuration(1, 1, 64), run.root)
+    env = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
+    for job_id in ("1", "2"):
+        run.log_event("submitted", "train", job_id=job_id)
+        with pytest.raises(DeviceError, match=r"memory ran out at N=1 b=64 \(B=64\), but others held it"):
+            ending.record_oom(job, env, Failure.DEVICE_OOM, "others held it")
+        run.log_event("ended", "train", job_id=job_id, failure=Failure.DEVICE_FAILED)
+    assert run.measurements().records == []
+    ending.record_oom(job, env, Failure.DEVICE_OOM, "others held it")
+    assert [(row.status, row.local_batch) for row in run.measurements().records] == [("oom", 64)]

@@ -39,7 +39,7 @@ from tula_hpc.failure_kinds import Failure
 from tula_hpc.files import NO_SPACE, PASSING, full_disk
 from tula_hpc.formatting import first_line
 from tula_hpc.launch.diagnosis import lost_a_peer
-from tula_hpc.process_memory import keep_freed, out_of_memory
+from tula_hpc.process_memory import held_by_others, keep_freed, out_of_memory, parent_of
 from tula_hpc.records import parse_record, write_atomically
 from tula_hpc.records.base import Record
 from tula_hpc.user_code import describe_error, lacks_gpu
@@ -83,6 +83,8 @@ class ProcessMessage(Record):
     failure: Failure | None = None
     # the reason of a failure, in one sentence
     detail: str = ""
+    # where memory ran out: what `held_by_others` says
+    held: str = ""
     # it failed because another worker's process had
     follows: bool = False
     # optimizer steps so far
@@ -123,7 +125,10 @@ def failed_by(error: BaseException) -> ProcessMessage:
     if failure is None and isinstance(error, OSError) and error.errno in NO_SPACE:
         failure = Failure.NO_SPACE
     if failure is not None:
-        return _failed(failure, device or _first_line(error))
+        message = _failed(failure, device or _first_line(error))
+        # the job's processes here descend from the parent of the worker that started this one
+        held = held_by_others(error, parent_of(os.getppid()))
+        return message.model_copy(update={"held": held})
     if not isinstance(error, Exception):
         return _failed(Failure.BUG, f"ended by {type(error).__name__}")
     detail = describe_error(error)

@@ -16,7 +16,6 @@ import os
 import shutil
 import sys
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from tula_hpc.config import SearchSpec
 from tula_hpc.ddp.exit_at_once import leaving_at_once
 from tula_hpc.env import WorkerEnvironment, job_started_at, join_job, loading_libraries, unix_time
 from tula_hpc.errors import StorageError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.files import HeldFolder
 from tula_hpc.launch.job_specs import ProfileJob, in_passes
 from tula_hpc.own_sources import digests_of, named_above
@@ -277,20 +277,25 @@ class Session:
     def _fail(self, found: ProcessEnd) -> None:
         """End the job in the way in which a worker's process has ended, see `end_as`."""
         from tula_hpc.attach.processes import end_as
-        from tula_hpc.profiling.record import record_oom
+        from tula_hpc.profiling.record import broken_devices, record_oom, refuse_shared_device
 
         job = self.job
-        record = partial(
-            record_oom,
-            job.output,
-            job.cluster,
-            self.configuration,
-            self.env,
-            partition=job.partition,
-            accumulation=self._passes_asked,
-        )
+        at = self.configuration
+
+        def record(failure: Failure) -> None:
+            refuse_shared_device(found.message.held, at, broken_devices(job, at))
+            record_oom(
+                job.output,
+                job.cluster,
+                at,
+                self.env,
+                failure,
+                partition=job.partition,
+                accumulation=self._passes_asked,
+            )
+
         rank = None if self.place is None else self.place.rank
-        end_as(found, self.configuration, rank, record)
+        end_as(found, at, rank, record)
 
 
 def _which_counts(result: dict[str, Any]) -> str:

@@ -3,8 +3,10 @@
 Where memory runs out:
 
 1. The worker that meets it records "oom" (`record.record_oom`) and ends with an error, which ends
-   the job. A script's profile does the same, once the worker has heard of it from the script's
-   process: `_fail` in `attach/script_profile_job.py`.
+   the job. If processes outside of the job held much of its GPU, the GPU counts as broken instead:
+   the next job avoids the host (`record.refuse_shared_device`). A script's profile does the same,
+   once the worker has heard of it from the script's process: `_fail` in
+   `attach/script_profile_job.py`.
 2. Where the kernel or Slurm killed the job before it could, `stages/profile.py` writes that record
    in its place (`_record_end`), for the configuration that `blamed_configuration` finds to blame.
 3. The next round proposes no such batch and no larger one on any number of nodes (`believed_to_fit`
@@ -18,6 +20,7 @@ Any other error ends the job as well; `retry_policy.py` decides whether another 
 from __future__ import annotations
 
 import json
+import os
 from datetime import timedelta
 
 from tula_hpc.ddp.process_group import Allocation
@@ -25,9 +28,9 @@ from tula_hpc.env import WorkerEnvironment, job_started_at
 from tula_hpc.errors import StorageError
 from tula_hpc.files import HeldFolder
 from tula_hpc.launch.job_specs import ProfileJob
-from tula_hpc.process_memory import out_of_memory
+from tula_hpc.process_memory import held_by_others, out_of_memory
 from tula_hpc.profiling.measure import SharedTimes, measure
-from tula_hpc.profiling.record import record_oom
+from tula_hpc.profiling.record import broken_devices, record_oom, refuse_shared_device
 from tula_hpc.profiling.work_queue import WorkQueue
 from tula_hpc.records import Configuration, Identity, append_record
 from tula_hpc.workloads.workload import own_code
@@ -70,6 +73,7 @@ def _measure_and_record(
     began_at: float | None,
 ) -> None:
     failure = measurement = None
+    held = ""
     built: list[Identity] = []
     try:
         measurement = measure(
@@ -83,12 +87,14 @@ def _measure_and_record(
         )
     except (RuntimeError, MemoryError) as error:
         failure = out_of_memory(error)
+        held = held_by_others(error, os.getppid())
         if failure is None:
             raise
     if loss := folder.loss("measured"):
         raise StorageError(loss)
     # outside the except block: the traceback keeps the tensors of the failed step alive
     if failure is not None:
+        refuse_shared_device(held, configuration, broken_devices(job, configuration))
         record_oom(
             job.output,
             job.cluster,

@@ -10,9 +10,13 @@ import torch
 from tula_hpc.config import ClusterSpec
 from tula_hpc.ddp.process_group import backend_of, describe_versions
 from tula_hpc.env import WorkerEnvironment
+from tula_hpc.errors import DeviceError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import format_bytes
-from tula_hpc.records import Configuration, Measurement, append_record, rank_file
+from tula_hpc.launch.job_specs import ProfileJob
+from tula_hpc.records import Configuration, Measurement, RunDirectory, append_record, rank_file
+from tula_hpc.records.broken_hosts import profiled_in_vain
+from tula_hpc.retry_policy import DEVICE_RETRIES
 
 # share of a device's memory that the CUDA context, NCCL and cuDNN do not reach together
 UNUSUAL_SHARE = 0.2
@@ -42,6 +46,28 @@ def record_oom(
         detail += f"; {held}"
     record = Measurement(status="oom", failure=failure, detail=detail, **facts)
     append_record(rank_file(output, env.rank), record.model_copy(update=of_job))
+
+
+def refuse_shared_device(held: str, configuration: Configuration, tried: int) -> None:
+    """Let another job try a configuration, on other hosts, if other jobs' processes held the memory.
+
+    Args:
+        held: What `held_by_others` says.
+        configuration: Configuration at which memory ran out.
+        tried: Number of jobs so far that a broken device has ended at this configuration; the last
+            one that may try it is not refused.
+
+    Raises:
+        DeviceError: Processes outside of this job held much of the device.
+    """
+    if held and tried < DEVICE_RETRIES:
+        raise DeviceError(f"memory ran out at {configuration}, but {held}")
+
+
+def broken_devices(job: ProfileJob, configuration: Configuration) -> int:
+    """Count the command's jobs so far that a broken device has ended at this configuration."""
+    events = RunDirectory(job.output.parent.parent).events()
+    return profiled_in_vain(events, configuration, job.partition, job.since)
 
 
 def memory_held_elsewhere() -> str:

@@ -46,9 +46,17 @@ from tula_hpc.training.progress import Training
 REQUEUED_EXIT_CODE = 1
 
 
-def record_oom(job: TrainJob, env: WorkerEnvironment, failure: Failure) -> None:
-    """Record that a configuration does not fit into memory, as a measurement and as an event."""
+def record_oom(job: TrainJob, env: WorkerEnvironment, failure: Failure, held: str) -> None:
+    """Record that a configuration does not fit into memory, as a measurement and as an event.
+
+    `held` is what `held_by_others` says of the process in which memory ran out.
+
+    Raises:
+        DeviceError: Nothing is recorded, see `record.refuse_shared_device`.
+    """
     run = RunDirectory(job.root)
+    tried = run.history().ends(job.label, (Failure.DEVICE_FAILED,))
+    record.refuse_shared_device(held, job.configuration, tried)
     work = job.sweep.workload
     name = job.label.replace("/", "-")
     record.record_oom(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from tula_hpc.env import WorkerEnvironment, job_started_at, join_job, unix_time
 from tula_hpc.errors import DivergedError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch.job_specs import TrainJob
-from tula_hpc.process_memory import out_of_memory
+from tula_hpc.process_memory import held_by_others, out_of_memory
 from tula_hpc.training.checkpoints import Checkpoints
 from tula_hpc.training.drift import DriftGuard, DriftStart, begin_drift_watch
 from tula_hpc.training.ending import leave, record_oom, write_result
@@ -30,17 +31,18 @@ def run_training(job: TrainJob, stop: StopRequest) -> str:
     """Train a job's configuration; see `TrainJob`."""
     env = join_job()
     failure: Failure | None = None
-    outcome = ""
+    outcome = held = ""
     try:
         with process_group(job.cluster, env):
             outcome = Trainer(job, env, stop, begin_drift_watch(job, env)).run()
     except (RuntimeError, MemoryError) as error:
         failure = out_of_memory(error)
+        held = held_by_others(error, os.getppid())
         if failure is None:
             raise
     # outside the except block: the traceback keeps the tensors of the failed step alive
     if failure is not None:
-        record_oom(job, env, failure)
+        record_oom(job, env, failure, held)
         raise SystemExit(f"out of memory ({failure}) at {job.configuration}: recorded")
     return outcome
 

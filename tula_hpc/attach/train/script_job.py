@@ -317,7 +317,8 @@ class ScriptJob:
         from tula_hpc.training.ending import record_oom
 
         at, rank = self.job.configuration, self.place.rank
-        end_as(found, at, rank, lambda failure: record_oom(self.job, self.env, failure))
+        held = found.message.held
+        end_as(found, at, rank, lambda failure: record_oom(self.job, self.env, failure, held))
 
     def _leave(self) -> str:
         """Ask for a requeue, see `ending.leave`; fail if another job would get no further."""
