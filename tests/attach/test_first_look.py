@@ -16,7 +16,7 @@ import pytest
 from tests.attach.script_runs import SCRIPTS
 from tests.forked_jobs import run_command
 from tula_hpc.attach.__main__ import main
-from tula_hpc.attach.processes import end_of
+from tula_hpc.attach.reporting import end_of
 from tula_hpc.attach.script import ParsedOptions, note_parsed, with_placeholders
 from tula_hpc.config import ClusterSpec, check_together, load_sweep, load_together
 from tula_hpc.errors import InputError

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,14 +24,15 @@ from tests.attach.script_runs import BATCH, QUICK, SCRIPTS, measurement_of, prof
 from tests.forked_jobs import forking_scripts
 from tests.test_memory_errors import SHARED_GPU
 from tula_hpc.attach.hangs import Place
-from tula_hpc.attach.processes import ProcessEnd, error_of, worst
+from tula_hpc.attach.processes import ProcessEnd, end_as, error_of, worst
 from tula_hpc.attach.reporting import ProcessMessage, failed_by, unexplained
 from tula_hpc.attach.script import Script
 from tula_hpc.attach.train.peers import lacking_in
 from tula_hpc.checkpoint.store import CheckpointStore
-from tula_hpc.errors import CheckpointError, InputError
+from tula_hpc.errors import CheckpointError, InputError, TulaError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.process_memory import descendants
+from tula_hpc.records import Configuration
 
 ROOT = Path(__file__).resolve().parents[2]
 MISBEHAVING = SCRIPTS / "misbehaving.py"
@@ -372,6 +374,27 @@ def test_a_script_tells_its_worker_who_else_held_the_gpu_on_which_memory_ran_out
     assert message.failure is Failure.DEVICE_OOM
     assert message.held.endswith("by process 1246069")
     assert failed_by(MemoryError()).held == ""
+
+
+@pytest.mark.parametrize(
+    ("failure", "mine", "others"),
+    [(Failure.DEVICE_OOM, ["recorded", "met"], ["met"]), (Failure.DEVICE_FAILED, [], ["met"]), (Failure.BUG, [], [])],
+)
+def test_no_worker_ends_before_the_one_that_puts_the_failure_on_record(
+    failure: Failure, mine: list[str], others: list[str]
+) -> None:
+    """The first one that ends makes `srun -K1` kill the others."""
+    found = ProcessEnd(rank=1, message=ProcessMessage(state="failed", failure=failure, detail=ECC), log="/nowhere")
+    for rank, expected in ((1, mine), (0, others), (None, others)):
+        done: list[str] = []
+        met = partial(done.append, "met")
+
+        def record(_: Failure, done: list[str] = done) -> None:
+            done.append("recorded")
+
+        with pytest.raises((SystemExit, TulaError)):
+            end_as(found, Configuration(1, 2, BATCH), rank, record, met)
+        assert done == expected
 
 
 def test_different_collectives_of_workers_are_reported() -> None:

@@ -235,8 +235,8 @@ def _look(
     """Return the result of the script's process, or the reason why it could not be measured."""
     import torch
 
-    from tula_hpc.attach.processes import end_of, error_of
-    from tula_hpc.attach.reporting import ChildSpec
+    from tula_hpc.attach.processes import error_of
+    from tula_hpc.attach.reporting import ChildSpec, end_of
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     spec = ChildSpec(

@@ -31,6 +31,7 @@ from tula_hpc.attach.reporting import (
     EVERY_WORKER,
     ChildSpec,
     ProcessMessage,
+    end_of,
     read_message,
     unexplained,
 )
@@ -46,7 +47,7 @@ from tula_hpc.env import (
 from tula_hpc.errors import InputError, TulaError, error_for
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import plural
-from tula_hpc.launch.diagnosis import last_bytes, without_chatter
+from tula_hpc.launch.diagnosis import without_chatter
 from tula_hpc.own_sources import local_rank_option
 from tula_hpc.process_memory import descendants
 from tula_hpc.python_path import start_of_python
@@ -62,9 +63,6 @@ GRACE_S = 10.0
 TRAINED_GRACE_S = 60.0
 # time for a signal that ended a script's process to reach its worker, which knows what to do
 SIGNAL_GRACE_S = 3.0
-# last lines of a failed script's output that are shown, and most characters of them
-SHOWN_LINES = 12
-MOST_SHOWN = 20_000
 
 
 class Meeting(NamedTuple):
@@ -457,11 +455,13 @@ def end_as(
     configuration: Configuration,
     rank: int | None,
     record_oom: Callable[[Failure], object],
+    meet: Callable[[], object],
 ) -> NoReturn:
     """End a job's worker in the way in which the script's failed process has ended.
 
     `rank` is the rank of the process that this worker started; None: it started none. Where memory
-    ran out, the worker of the failed process calls `record_oom`.
+    ran out, the worker of the failed process calls `record_oom`. The others first `meet` it: as
+    soon as one worker has ended, srun -K1 kills all.
 
     Raises:
         TulaError: With the reason, and where the script's output is.
@@ -472,7 +472,11 @@ def end_as(
     if failure is not None and failure.is_oom:
         if is_mine:
             record_oom(failure)
+        meet()
         raise SystemExit(f"out of memory ({failure}) at {configuration}: recorded")
+    if failure is Failure.DEVICE_FAILED and not is_mine:
+        # that worker does not come: it reports the device, and ends
+        meet()
     if is_mine:
         sys.stderr.write(end_of(Path(found.log)))
     sys.stderr.flush()
@@ -485,15 +489,3 @@ def end_as(
     if is_mine or failure is Failure.BAD_INPUT:
         raise error
     raise SystemExit(f"rank {found.rank} at {configuration}: {error}")
-
-
-def end_of(log: Path) -> str:
-    """Return the last lines of a script's output, and all of a traceback that they would cut."""
-    lines = last_bytes(log)[-MOST_SHOWN:].splitlines()
-    first = max(0, len(lines) - SHOWN_LINES)
-    above = first
-    while above and lines[above].startswith(" "):
-        above -= 1
-    if lines[above:] and lines[above].startswith("Traceback "):
-        first = above
-    return "".join(f"{line}\n" for line in lines[first:])

@@ -38,7 +38,7 @@ from tula_hpc.errors import (
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.files import NO_SPACE, PASSING, full_disk
 from tula_hpc.formatting import first_line
-from tula_hpc.launch.diagnosis import lost_a_peer
+from tula_hpc.launch.diagnosis import last_bytes, lost_a_peer
 from tula_hpc.process_memory import held_by_others, keep_freed, out_of_memory, parent_of
 from tula_hpc.records import parse_record, write_atomically
 from tula_hpc.records.base import Record
@@ -49,6 +49,9 @@ EVERY_WORKER = "call each collective on every worker, none of them within `if ra
 _MISMATCH = re.compile(r"(\d+) vs (\d+)\. Received data size doesn't match expected size")
 # time between two signs of life
 BEAT_S = 1.0
+# last lines of a failed script's output that are shown, and most characters of them
+SHOWN_LINES = 12
+MOST_SHOWN = 20_000
 # most characters of a failure's detail
 MOST_WORDS = 500
 
@@ -192,6 +195,18 @@ def _failed(failure: Failure, detail: str) -> ProcessMessage:
 
 def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(str(error))}"
+
+
+def end_of(log: Path) -> str:
+    """Return the last lines of a script's output, and all of a traceback that they would cut."""
+    lines = last_bytes(log)[-MOST_SHOWN:].splitlines()
+    first = max(0, len(lines) - SHOWN_LINES)
+    above = first
+    while above and lines[above].startswith(" "):
+        above -= 1
+    if lines[above:] and lines[above].startswith("Traceback "):
+        first = above
+    return "".join(f"{line}\n" for line in lines[first:])
 
 
 def leave(code: int) -> NoReturn:

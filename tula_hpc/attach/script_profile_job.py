@@ -295,7 +295,7 @@ class Session:
             )
 
         rank = None if self.place is None else self.place.rank
-        end_as(found, at, rank, record)
+        end_as(found, at, rank, record, lambda: self.allocation.broadcast(str))
 
 
 def _which_counts(result: dict[str, Any]) -> str:

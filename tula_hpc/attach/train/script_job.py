@@ -318,7 +318,11 @@ class ScriptJob:
 
         at, rank = self.job.configuration, self.place.rank
         held = found.message.held
-        end_as(found, at, rank, lambda failure: record_oom(self.job, self.env, failure, held))
+
+        def record(failure: Failure) -> None:
+            record_oom(self.job, self.env, failure, held)
+
+        end_as(found, at, rank, record, lambda: self.allocation.broadcast(str))
 
     def _leave(self) -> str:
         """Ask for a requeue, see `ending.leave`; fail if another job would get no further."""
