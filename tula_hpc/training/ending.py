@@ -129,6 +129,8 @@ def _check_restarts(training: LeavingTraining, data: dict[str, Any]) -> None:
         used_up = f"restarted {restarts} times, as often as training.max_requeues allows"
         if training.is_main:
             training.log_event("failed", used_up, data | {"stop": StopReason.REQUEUES_EXHAUSTED})
+        # no worker ends before that is on record: srun -K1 would end rank 0 with it
+        training.any(False)
         raise StageError(used_up)
 
 
@@ -161,14 +163,12 @@ def _ask_for_requeue(training: LeavingTraining, job_id: str) -> str:
     refused = None
     if training.is_main:
         refused = slurm.requeue(job_id)
-    is_refused = training.any(refused is not None)
-    if training.is_main:
         if refused:
             stop = {"stop": StopReason.REQUEUE_REFUSED}
             training.log_event("failed", f"requeue refused: {refused}", stop)
         else:
             training.log_event("requeued", "requeued by the job itself")
-    if is_refused:
+    if training.any(refused is not None):
         return "stopped"
     sys.exit(REQUEUED_EXIT_CODE)
 

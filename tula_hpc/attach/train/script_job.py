@@ -338,6 +338,8 @@ class ScriptJob:
             )
             if self.is_main:
                 self.log_event("failed", detail, {"stop": StopReason.LIMIT_IN_VAIN})
+            # as in `ending.leave`, no worker ends before that is on record
+            self.any(False)
             raise StageError(detail)
         saved = "saved at step" if self.progress.is_kept else "the script ended at step"
         return leave(self, self.stop, saved)
