@@ -15,11 +15,13 @@ import torch
 
 from tests.checkpoint.test_checkpoint import in_child
 from tula_hpc.checkpoint import store as checkpoint
-from tula_hpc.checkpoint.background import Saving
+from tula_hpc.checkpoint.background import Saving, error_number
 from tula_hpc.checkpoint.interval import Cadence, Interruptions
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.ddp.agreement import SaveRequest
 from tula_hpc.errors import CheckpointError
+from tula_hpc.failure_kinds import Failure
+from tula_hpc.launch.diagnosis import classify
 
 
 class Worker:
@@ -189,10 +191,24 @@ def test_the_next_save_reports_a_full_disk_if_nothing_did_before(
         training.save()
 
 
-def test_workers_whose_peer_failed_to_write_end_as_well(tmp_path: Path) -> None:
-    other = Saving(Worker(others=1.0), None, None, Cadence(Interruptions(1e5)))
-    with pytest.raises(CheckpointError, match="rank 0 could not save a checkpoint"):
+@pytest.mark.parametrize(
+    ("cause", "words", "failure"),
+    [
+        (OSError(errno.EIO, "x"), "cannot be saved: Input/output error; its own log", Failure.KILLED),
+        (OSError(errno.ENOSPC, "x"), "cannot be saved: No space left on device; its own log", Failure.NO_SPACE),
+        (None, "cannot be saved; its own log", Failure.BUG),
+    ],
+)
+def test_workers_whose_peer_failed_to_write_end_as_well_for_the_same_reason(
+    cause: OSError | None, words: str, failure: Failure
+) -> None:
+    error = CheckpointError("a file")
+    error.__cause__ = cause
+    other = Saving(Worker(others=error_number(error)), None, None, Cadence(Interruptions(1e5)))
+    with pytest.raises(CheckpointError, match=f"^rank 0's checkpoint {words}") as caught:
         other.settle()
+    log = f"Traceback (most recent call last):\n  x\ntula_hpc.errors.CheckpointError: {caught.value}"
+    assert classify([], log) is failure
 
 
 def test_a_failed_training_waits_for_the_write_and_gets_its_error(

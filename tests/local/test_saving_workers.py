@@ -253,7 +253,7 @@ def test_the_cost_of_a_save_is_reported_once(folder: Path) -> None:
 
 def test_a_full_disk_ends_both_workers_with_a_line(folder: Path) -> None:
     assert "cannot be saved: No space left on device" in (folder / "0.txt").read_text()
-    assert "rank 0 could not save a checkpoint" in (folder / "1.txt").read_text()
+    assert "rank 0's checkpoint cannot be saved: No space left on device" in (folder / "1.txt").read_text()
     assert CheckpointStore(RunDirectory(folder / "full disk").train().checkpoints).load_latest() is not None
 
 

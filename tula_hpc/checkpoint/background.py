@@ -7,6 +7,7 @@ workers next agree on a step.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -69,6 +70,28 @@ class BackgroundWriter:
             return None
         error = write.exception()
         return (0.0, error) if error is not None else (write.result(), None)
+
+
+# number of an error that is not the operating system's
+NO_NUMBER = 10_000
+
+
+def error_number(error: BaseException | None) -> int:
+    """Return the operating system's number of an error in saving, for other workers; 0: no error."""
+    cause = None if error is None else error.__cause__
+    if isinstance(cause, OSError) and cause.errno:
+        return cause.errno
+    return 0 if error is None else NO_NUMBER
+
+
+def words_of(number: int) -> str:
+    """Say why another worker could not save.
+
+    The job's failure must be known by each worker's log: the first worker that ends makes srun -K1
+    end the others, perhaps before they have written theirs.
+    """
+    why = "" if number == NO_NUMBER else f": {os.strerror(number)}"
+    return f"cannot be saved{why}; its own log may say more"
 
 
 class OwnState(Protocol):
@@ -177,11 +200,11 @@ class Saving:
         landed = self._finish()
         seconds, error = landed or (0.0, None)
         error = error or self._folder_error()
-        (failed,) = self.worker.agree(float(error is not None))
+        (number,) = self.worker.agree(float(error_number(error)))
         if error is not None:
             raise error
-        if failed:
-            raise CheckpointError("rank 0 could not save a checkpoint; its own error says why")
+        if number:
+            raise CheckpointError(f"rank 0's checkpoint {words_of(int(number))}")
         if landed is not None and measured:
             self.cadence.ended(seconds)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tula_hpc.checkpoint.background import error_number, words_of
 from tula_hpc.checkpoint.store import CheckpointStore, LoadedCheckpoint
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.errors import CheckpointError, StageError
@@ -43,11 +44,9 @@ class LocalStates:
         # not in the background: rank 0 may begin its file only after all the others are on disk
         if self.worker.env.rank != 0:
             error = self._save_own(samples_seen, restart_count)
-        (failed,) = self.worker.agree(float(error is not None))
-        if failed:
-            raise error or CheckpointError(
-                "another worker could not save its state; its own error says why"
-            )
+        (number,) = self.worker.agree(float(error_number(error)))
+        if number:
+            raise error or CheckpointError(f"another worker's state {words_of(int(number))}")
         return {WORKERS: self.worker.env.world_size}
 
     def _save_own(self, samples_seen: int, restart_count: int) -> CheckpointError | None:
