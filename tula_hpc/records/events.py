@@ -281,11 +281,6 @@ class JobEvents(Record):
         return found[-1] if found else None
 
     @property
-    def has_reported_oom(self) -> bool:
-        """Tell whether an event says that memory ran out."""
-        return bool(self._named("oom"))
-
-    @property
     def met_broken_device(self) -> bool:
         """Tell whether a worker reported a broken device."""
         return any(event.failure is Failure.DEVICE_FAILED for event in self.events)

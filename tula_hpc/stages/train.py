@@ -202,7 +202,7 @@ def settle(sweep: Sweep, job: Submission, end: Ended, policy: RetryPolicy) -> Se
     # before "ended": if a command is killed in between, the next one records the failure once more
     if failure.kind not in policy.smaller_batch:
         run.log_event("failed", "train", detail=failure.detail, **common)
-    elif not events.has_reported_oom:
+    elif not events.memory_failure:
         _record_oom(sweep, job, end)
     run.log_event("ended", "train", **common)
     next_step = policy.judge(run.history(), job.label, failure, sweep.started_at)
