@@ -94,6 +94,8 @@ _UNITS_S = ((0.01, 1e-4), (0.9995, 1e-3), (59.95, 0.1), (HOUR_S, 1.0), (DAY_S, 6
 def duration_within(seconds: float, low: float, high: float, reference: float | None = None) -> str:
     """Format seconds with the digits that an interval justifies: 152 in 138 to 168 → "2 min 30 s".
 
+    Below ten seconds these are two at least, so that other places do not seem to contradict them.
+
     `seconds` may be an end of the interval. `reference` are seconds that `format_duration` shows
     next to it: rounding never moves an end past them, more digits are taken instead.
     """
@@ -118,7 +120,8 @@ def duration_within(seconds: float, low: float, high: float, reference: float | 
 
 
 def _within(seconds: float, step: float) -> str:
-    rounded = _rounded_s(seconds, step)
+    step = _own_step_s(seconds, step)
+    rounded = step * round(seconds / step)
     if step >= 1 and 0 <= rounded < MINUTE_S:
         return f"{rounded:.0f} s"
     if step >= 1 or abs(rounded) >= MINUTE_S:
@@ -129,12 +132,22 @@ def _within(seconds: float, step: float) -> str:
 
 
 def _rounded_s(seconds: float, step: float) -> float:
+    step = _own_step_s(seconds, step)
+    return step * round(seconds / step)
+
+
+def _own_step_s(seconds: float, step: float) -> float:
     # round to whole minutes at least if the time is shown in hours, to whole hours if in days
     if step >= 1 and abs(seconds) >= DAY_S:
-        step = max(step, HOUR_S)
-    elif step >= 1 and abs(seconds) >= HOUR_S:
-        step = max(step, MINUTE_S)
-    return step * round(seconds / step)
+        return max(step, HOUR_S)
+    if step >= 1 and abs(seconds) >= HOUR_S:
+        return max(step, MINUTE_S)
+    return _with_two_digits(seconds, step) if abs(seconds) < 10 else step
+
+
+def _with_two_digits(value: float, step: float) -> float:
+    """Return a step that leaves a value two digits, as it has without an interval."""
+    return min(step, _power_of_ten(abs(value)) / 10) if abs(value) >= 1e-6 else step
 
 
 def _keeps_order(
@@ -155,19 +168,22 @@ def money_within(
 ) -> str:
     """Format an amount with the digits that its interval justifies: 2.48 in 2.1 to 2.9 → "2.5 USD".
 
-    `reference` is an amount that `format_money` shows next to the interval; see `duration_within`.
+    These are two at least. `reference` is an amount that `format_money` shows next to the interval;
+    see `duration_within`.
     """
     half = (high - low) / 2
     if half <= 0 or not math.isfinite(half + amount):
         return format_money(amount, currency)
     step = _power_of_ten(max(half / 2, abs(low) / 300, abs(high) / 300))
     if reference is not None:
-        shown = [step * round(end / step) for end in (low, high)]
+        steps = [_with_two_digits(end, step) for end in (low, high)]
+        shown = [each * round(end / each) for end, each in zip((low, high), steps, strict=True)]
         unit = 0.01
         if abs(reference) < 0.0995:
             unit = _power_of_ten(abs(reference) or 1.0) / 10
         if not _keeps_order(shown, (low, high), reference, unit):
             return format_money(amount, currency)
+    step = _with_two_digits(amount, step)
     decimals = max(0, -round(math.log10(step)))
     return f"{step * round(amount / step):,.{decimals}f} {currency}"
 

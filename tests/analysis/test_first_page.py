@@ -219,11 +219,13 @@ def test_durations_are_as_exact_as_their_interval_and_no_more(seconds: float, sh
 @pytest.mark.parametrize(
     ("value", "low", "high", "text"),
     [
-        (152.0, 138.0, 168.0, "2 min 30 s"), (9.1, 6.4, 12.9, "9 s"), (0.217, 0.2, 0.24, "220 ms"),
+        (152.0, 138.0, 168.0, "2 min 30 s"), (9.1, 6.4, 12.9, "9.1 s"), (0.217, 0.2, 0.24, "220 ms"),
         (7_990.0, 7_000.0, 9_000.0, "2 h 15 min"), (22.0, 16.0, 32.3, "22 s"), (5.0, 5.0, 5.0, "5.0 s"),
         (1_988_101.0, 1_986_113.0, 1_990_089.0, "23 d"),
         # if rounded to its half width, an end would move by as much
         (0.328, 0.328, 0.544, "330 ms"),
+        # two digits, as without an interval
+        (4.12, 3.38, 5.76, "4.1 s"), (5.76, 3.38, 5.76, "5.8 s"), (0.0217, 0.005, 0.06, "22 ms"),
     ],
 )  # fmt: skip
 def test_durations_with_intervals(value: float, low: float, high: float, text: str) -> None:
@@ -255,7 +257,10 @@ def test_digits_are_added_where_the_verdict_would_look_wrong(neighbour: float | 
 
 @pytest.mark.parametrize(
     ("value", "low", "high", "text"),
-    [(2.48, 2.1, 2.9, "2.5 USD"), (0.0171, 0.0152, 0.0189, "0.0171 USD"), (1234.0, 900.0, 1600.0, "1,200 USD")],
-)
+    [
+        (2.48, 2.1, 2.9, "2.5 USD"), (0.0171, 0.0152, 0.0189, "0.0171 USD"), (1234.0, 900.0, 1600.0, "1,200 USD"),
+        (0.0076, 0.005, 0.012, "0.0076 USD"), (0.012, 0.005, 0.012, "0.012 USD"), (2480.0, 900.0, 9000.0, "2,500 USD"),
+    ],
+)  # fmt: skip
 def test_amounts_with_intervals(value: float, low: float, high: float, text: str) -> None:
     assert money_within(value, low, high) == text

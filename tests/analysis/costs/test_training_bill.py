@@ -223,13 +223,14 @@ def test_the_table_has_every_part_and_its_verdict() -> None:
             20.0,
             [],
             "2 times as long as predicted, outside of the 90 % interval: the median epoch took 20.0 s, "
-            "not 9 s to 12 s.",
+            "not 9.0 s to 12 s.",
         ),
         (12.04, ["drifted", "recovered"], "; its drift events point to waiting for data."),
         (
             8.0,
             [],
-            "20 % shorter than predicted, outside of the 90 % interval: the median epoch took 8.0 s, not 9 s to 12 s.",
+            "20 % shorter than predicted, outside of the 90 % interval: the median epoch took 8.0 s, "
+            "not 9.0 s to 12 s.",
         ),
     ],
 )
