@@ -377,10 +377,10 @@ def answer(table: StudyTable) -> str:
             led[entry.column] += within_one_deviation(entry, best)
     most = max(led.values(), default=0)
     if not most and comparable:
-        diverged = ", or each diverged in some run" if table.number_of("diverged") else ""
-        return f"No method is best at any batch: all are equal{diverged}."
+        return f"No method is best at any batch: {_why_none(table)}."
     if not most:
-        return "No batch has two methods with results yet."
+        yet = " yet" if table.number_of("missing") else ""
+        return f"No batch has two methods with results{yet}."
     names = [column for column, count in led.items() if count == most]
     verb = "are" if len(names) > 1 else "is"
     where = "at the one batch that can be judged"
@@ -388,6 +388,18 @@ def answer(table: StudyTable) -> str:
         where = f"at {most} of {decided} batches"
     near = ", or within one standard deviation of the best," if table.has_deviations else ""
     return f"{listed(names)} {verb} best{near} {where}."
+
+
+def _why_none(table: StudyTable) -> str:
+    """Say why no batch has a best method although methods can be compared."""
+    settled = [entry for entry in table.entries.values() if entry.settled]
+    if not any(entry.test for entry in settled):
+        return "all diverged"
+    if all(entry.diverged for entry in settled):
+        return "each diverged in some run"
+    if any(entry.diverged for entry in settled):
+        return "all are equal, or each diverged in some run"
+    return "all are equal"
 
 
 def signed(share: float) -> str:

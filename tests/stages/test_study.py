@@ -406,11 +406,21 @@ def test_a_lead_that_rounds_to_zero_is_not_called_zero() -> None:
 
 
 def test_where_no_method_came_through_nothing_is_said_to_be_missing() -> None:
-    nobody = answer(table({("lbt", 512): [None, 0.6], ("ags", 512): [0.7, None]}))
-    assert nobody == "No method is best at any batch: all are equal, or each diverged in some run."
-    equals = answer(table({("lbt", 512): [0.6], ("ags", 512): [0.6]}))
-    assert equals == "No method is best at any batch: all are equal."
-    assert answer(table({("lbt", 512): [0.6], ("ags", 512): []})) == "No batch has two methods with results yet."
+    partly = {("lbt", 512): [None, 0.6], ("ags", 512): [0.7, None]}
+    equal = {("lbt", 512): [0.6], ("ags", 512): [0.6]}
+    for reached, why in (
+        (partly, "each diverged in some run"),
+        (equal, "all are equal"),
+        # plain training with the small batch is no method of the table
+        (equal | {("lbt", 128): [None]}, "all are equal"),
+        ({("lbt", 512): [None, None], ("ags", 512): [None]}, "all diverged"),
+        (partly | {("lbt", 256): [0.6], ("ags", 256): [0.6]}, "all are equal, or each diverged in some run"),
+    ):
+        assert answer(table(reached)) == f"No method is best at any batch: {why}."
+    alone = table({("lbt", 512): [0.6], ("ags", 512): []})
+    assert answer(alone) == "No batch has two methods with results."
+    entries = {place: entry._replace(missing=1) for place, entry in alone.entries.items()}
+    assert answer(alone._replace(entries=entries)) == "No batch has two methods with results yet."
 
 
 def test_no_deviation_is_given_for_one_seed() -> None:
