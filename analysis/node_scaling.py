@@ -163,6 +163,11 @@ def no_scaling(why: str) -> NodeScaling:
     return NodeScaling(ScalingCurve("strong", 0, [], why), ScalingCurve("weak", 0, [], why))
 
 
+def failed(error: Exception) -> str:
+    """Return the reason why nothing is predicted after an unexpected error."""
+    return f"it could not be predicted, {type(error).__name__}: {error}"
+
+
 def node_scaling_of(run: RunContents) -> NodeScaling:
     """Fit a run's models as for its plan, and predict both kinds of scaling where it chose."""
     if run.plan is None:
@@ -183,7 +188,10 @@ def node_scaling_of(run: RunContents) -> NodeScaling:
         return no_scaling(why)._replace(fitted=fitted)
     where = f" on partition {chosen.partition}" if chosen.partition else ""
     measured = of_partition(as_planned(run.measurements, run.plan), part.name)
-    scaling = part_scaling(part, sweep, chosen, measured)
+    try:
+        scaling = part_scaling(part, sweep, chosen, measured)
+    except Exception as error:  # noqa: BLE001 - the report needs the models for the what-if
+        scaling = no_scaling(failed(error))
     return scaling._replace(name=f"{run.name}{where}", fitted=fitted)
 
 

@@ -28,7 +28,7 @@ from tula_hpc.analysis.figures.time_and_cost.over_batch import (
 from tula_hpc.analysis.figures.time_and_cost.pareto_front import draw_pareto
 from tula_hpc.analysis.figures.timeline import draw_timeline
 from tula_hpc.analysis.figures.training import draw_gradient_scale, draw_training
-from tula_hpc.analysis.node_scaling import NodeScaling, no_scaling, node_scaling_of
+from tula_hpc.analysis.node_scaling import NodeScaling, failed, no_scaling, node_scaling_of
 from tula_hpc.analysis.run_contents import RunContents
 from tula_hpc.analysis.study_results import StudyContents, StudyTable
 
@@ -104,7 +104,7 @@ def _scaling(run: RunContents) -> NodeScaling:
     try:
         return node_scaling_of(run)
     except Exception as error:  # noqa: BLE001 - all else of the report is worth having
-        return no_scaling(f"it could not be predicted, {type(error).__name__}: {error}")
+        return no_scaling(failed(error))
 
 
 def draw_study(contents: StudyContents, table: StudyTable) -> Figures:

@@ -127,6 +127,18 @@ def test_a_failing_model_costs_only_its_figures(run: RunContents, monkeypatch: p
     assert "FloatingPointError: overflow" in missing.why
 
 
+def test_a_failing_scaling_leaves_the_models_for_the_what_if(run: RunContents, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run.sweep is not None
+    assert run.cluster is not None
+    run = run._replace(plan=make_plan(run.sweep, run.cluster, run.measurements))
+    monkeypatch.setattr(node_scaling, "part_scaling", mock.Mock(side_effect=FloatingPointError("overflow")))
+    scaling = node_scaling_of(run)
+    assert {curve.why for curve in (scaling.strong, scaling.weak)} == {
+        "it could not be predicted, FloatingPointError: overflow"
+    }
+    assert what_if(run, scaling.fitted)
+
+
 def test_ticks_keep_clear_of_one_another_in_narrow_panels() -> None:
     shown = []
     for columns in (1, 2):
