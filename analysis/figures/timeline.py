@@ -254,14 +254,19 @@ def _caption(found: Sequence[Stretch], rows: Sequence[str]) -> str:
     text = (
         "One row for each profile job, one for each training with all its jobs. Jobs wait from "
         "their submission, or from the end of their previous run, until they have nodes; time that "
-        "may be either counts as running. A job that has given no sign yet is drawn as waiting, up "
-        "to the report if a command was running then. "
+        "may be either counts as running. "
     )
+    last = {one.row: one for one in found}.values()
+    if any(one.kind == "waiting" for one in last):
+        text += (
+            "A job that has given no sign yet is drawn as waiting, up to the time of this report if "
+            "a command was at work then. "
+        )
     if any(one.is_interrupted for one in found):
         text += "A cross marks where a preemption, a time limit or a failure ended a run. "
-    left_out = len({one.row for one in found}) - len(rows)
-    if left_out:
-        text += f"Left out here, but not in the numbers: {plural(left_out, 'row')} of very many. "
+    count = len({one.row for one in found})
+    if count > len(rows):
+        text += f"Of {count:,} rows {len(rows)} are drawn, evenly spread. "
     if len(found) > MOST_STRETCHES:
         text += f"Of {len(found):,} waits and runs {MOST_STRETCHES:,} are shown, evenly spread. "
     return text.strip()
