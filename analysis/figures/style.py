@@ -19,7 +19,13 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.text import Annotation
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import (
+    FixedLocator,
+    FuncFormatter,
+    MaxNLocator,
+    MultipleLocator,
+    NullLocator,
+)
 from matplotlib.transforms import ScaledTranslation
 
 from tula_hpc.formatting import DAY_S, HOUR_S, MINUTE_S, format_duration, format_number, keep_units
@@ -256,14 +262,33 @@ def _decades(first: int, last: int, steps: Sequence[float]) -> list[float]:
 # ticks as multiples of each power of ten
 _ROUND = (1, 2, 5)
 _FINE = (1, 1.5, 2, 3, 4, 5, 7)
-# ticks of durations, seconds
+# ticks of durations, seconds, and those where these are too few
 _DURATIONS = (
     *_decades(-6, 0, _ROUND),
     *(10.0, 20.0, 30.0),
     *(MINUTE_S * step for step in (1, 2, 5, 10, 20, 30)),
-    *(HOUR_S * step for step in (1, 2, 5, 10)),
+    *(HOUR_S * step for step in (1, 2, 6, 12)),
     *(DAY_S * step for step in _decades(0, 3, _ROUND)),
 )
+_FINE_DURATIONS = (
+    *_decades(-6, 0, _FINE),
+    *(10.0, 15.0, 20.0, 30.0, 40.0),
+    *(MINUTE_S * step for step in (1, 1.5, 2, 3, 4, 5, 7, 10, 15, 20, 30, 40)),
+    *(HOUR_S * step for step in (1, 1.5, 2, 3, 4, 6, 9, 12, 18)),
+    *(DAY_S * step for step in _decades(0, 3, _FINE)),
+)
+# fewest ticks of a logarithmic axis
+_FEWEST = 3
+
+
+def even_ticks(axis: Axis, largest: float, most: int, *, durations: bool = False) -> None:
+    """Set ticks at the multiples of a round number, about `most` from zero to the largest value."""
+    axis.set_major_locator(MaxNLocator(most, steps=[*_ROUND, 10]))
+    if durations:
+        steps = [step for step in _DURATIONS if most * step >= largest]
+        if steps:
+            axis.set_major_locator(MultipleLocator(steps[0]))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: duration_tick(value)))
 
 
 def duration_tick(seconds: float) -> str:
@@ -304,11 +329,11 @@ def value_axis(axes: Axes, values: Iterable[float], *, label: str, durations: bo
     low, high = min(numbers, default=1.0), max(numbers, default=1.0)
     if high / low <= LOG_RATIO:
         axes.set_ylim(0 if numbers else -BELOW_ZERO, high * 1.18)
-        axes.yaxis.set_major_locator(MaxNLocator(6))
+        even_ticks(axes.yaxis, high * 1.18, 6, durations=durations)
     else:
         axes.set_yscale("log")
         axes.set_ylim(low / (high / low) ** 0.08, high * (high / low) ** 0.08)
-        _round_ticks(axes.yaxis, axes.get_ylim(), _DURATIONS if durations else ())
+        _round_ticks(axes.yaxis, axes.get_ylim(), durations=durations)
     tick = duration_tick if durations else number_tick
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
     axes.set_ylabel(label)
@@ -321,7 +346,7 @@ def amount_axis(axes: Axes, values: Iterable[float], label: str) -> None:
     low, high = min(numbers, default=1.0), max(numbers, default=1.0)
     if 0 in known or high / low <= LOG_RATIO:
         axes.set_xlim(-BELOW_ZERO * high if 0 in known else 0, high * 1.08)
-        axes.xaxis.set_major_locator(MaxNLocator(7))
+        even_ticks(axes.xaxis, high * 1.08, 7)
     else:
         axes.set_xscale("log")
         axes.set_xlim(low / (high / low) ** 0.06, high * (high / low) ** 0.06)
@@ -337,13 +362,17 @@ def epoch_axis(axes: Axes) -> None:
     axes.set_xlim(left=0)
 
 
-def _round_ticks(axis: Axis, limits: tuple[float, float], ticks: Sequence[float] = ()) -> None:
-    """Set at most eight ticks: `ticks` within the limits if there are any, else round numbers."""
+def _round_ticks(axis: Axis, limits: tuple[float, float], *, durations: bool = False) -> None:
+    """Set at most eight ticks: the roundest numbers of which at least three are within limits."""
     first = math.floor(math.log10(limits[0]))
     last = math.floor(math.log10(limits[1]))
-    within = _within(limits, ticks) or _within(limits, _decades(first, last, _ROUND))
-    if len(within) < 3:
-        within = _within(limits, _decades(first, last, _FINE))
+    ticks: list[Sequence[float]] = [_decades(first, last, steps) for steps in (_ROUND, _FINE)]
+    if durations:
+        ticks = [_DURATIONS, _FINE_DURATIONS, *ticks]
+    within: list[float] = []
+    for each in ticks:
+        if len(within) < _FEWEST:
+            within = _within(limits, each)
     axis.set_major_locator(FixedLocator(within[:: math.ceil(len(within) / 8)]))
     axis.set_minor_locator(NullLocator())
 

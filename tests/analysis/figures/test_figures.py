@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from tula_hpc.analysis.figures.style import (
     Key,
     amount_axis,
     batch_axis,
+    duration_tick,
     legend,
     new_figure,
     size_style,
@@ -562,6 +564,21 @@ def test_amounts_of_any_size_have_ticks(least: float) -> None:
         value_axis(axes, [least, 30 * least], label="time", durations=True)
         assert 3 <= len(ticks_below(figure)) <= 8
         assert 3 <= len(axes.get_yticks()) <= 8
+
+
+@pytest.mark.parametrize("ratio", [3.0, 5.0, 12.0])
+@pytest.mark.parametrize("least_s", [0.0141, 2.6, 37.0, 700.0, 3100.0, 9000.0, 70_000.0, 900_000.0])
+def test_ticks_of_durations_are_round(least_s: float, ratio: float) -> None:
+    """They have one unit, or halves of it: never "1 h 23 min"."""
+    with styled():
+        figure, (axes,) = new_figure("times", 3.4)
+        value_axis(axes, [least_s, ratio * least_s], label="time", durations=True)
+        figure.draw_without_rendering()
+        low, high = axes.get_ylim()
+        ticks = [tick for tick in axes.get_yticks() if low <= tick <= high]
+        assert 3 <= len(ticks) <= 8
+        words = [duration_tick(tick) for tick in ticks if tick]
+        assert all(re.fullmatch(r"[\d.,]+ \w+( (6|12|18) h| [1-5]?0 (min|s))?", text) for text in words), words
 
 
 def test_shares_are_named_where_an_all_reduce_is_far_longer_than_a_step(run: RunContents) -> None:
