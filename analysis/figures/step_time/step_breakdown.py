@@ -178,7 +178,7 @@ def _taken(part: int, bar: Bar, bars: Sequence[Bar]) -> str:
         return "Waiting for data takes {}" if part == DATA else "The optimizer takes {}"
     if _is_exchange(bar, bars):
         return "Exchanging gradients takes {}"
-    return "Data, computing and optimizer do not explain {}"
+    return "The rest besides data, computing and optimizer takes {}"
 
 
 def _is_exchange(bar: Bar, bars: Sequence[Bar]) -> bool:
