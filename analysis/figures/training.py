@@ -28,6 +28,8 @@ EVENT_NAMES = {
     "failed": "failed",
 }
 
+# values of training.method that scale gradients
+SCALING = ("ags", "static", "adascale")
 MAX_NAME_ROWS = 3
 # (epoch, score) without a score: matplotlib draws nothing for NaN
 NOTHING = [(0, math.nan)]
@@ -245,16 +247,18 @@ def _training_table(trainings: Sequence[Training], marks: Sequence[Mark]) -> Tab
 
 def draw_gradient_scale(run: RunContents) -> Drawing | Missing:
     """Draw Δ(G) with its threshold, the gradient scale and the share of scaled steps."""
-    subject = "gradient variability and scale"
+    missing = Missing("gradient_scale", "gradient variability and scale", "")
+    if run.sweep is not None:
+        missing = missing._replace(optional=run.sweep.training.method not in SCALING)
     if not run.trainings:
-        return Missing("gradient_scale", subject, "training has not started yet")
+        return missing._replace(why="training has not started yet")
     scaled = (
         [row for row in training.metrics.steps if row.scale_mean is not None]
         for training in run.trainings
     )
     steps = next(filter(None, scaled), None)
     if steps is None:
-        return Missing("gradient_scale", subject, "training logged no gradient scale")
+        return missing._replace(why="training logged no gradient scale")
     gate = _gate(run.sweep)
     delta = None if gate == math.inf else gate
     title = _scale_title(steps, delta)
@@ -264,7 +268,7 @@ def draw_gradient_scale(run: RunContents) -> Drawing | Missing:
         _draw_scale(panels[1], steps)
         _draw_share(panels[2], steps)
     table = _scale_table(steps)
-    return Drawing("gradient_scale", title, _scale_caption(gate), figure, table)
+    return Drawing(missing.name, title, _scale_caption(gate), figure, table)
 
 
 def _gate(sweep: SweepSpec | None) -> float | None:

@@ -139,6 +139,12 @@ def test_what_nobody_asked_for_is_not_named_as_missing(run: RunContents, monkeyp
     plain = [row.model_copy(update=dict.fromkeys(fields)) for row in training.metrics.steps]
     bare = with_metrics(run, steps=plain)
     assert {item.name for item in draw_all(bare).missing} == {"gradient_scale"}
+    assert bare.sweep is not None
+    plain_training = bare.sweep.training.model_copy(update={"method": "lbt"})
+    plain_sweep = bare.sweep.model_copy(update={"training": plain_training})
+    for trainings in (bare.trainings, []):
+        missing = draw_all(bare._replace(sweep=plain_sweep, trainings=trainings)).missing
+        assert {item.name for item in missing} <= {"training"}
 
 
 def test_one_logged_epoch_is_drawn(tmp_path: Path) -> None:
