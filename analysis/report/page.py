@@ -93,6 +93,7 @@ def _page(contents: RunContents, drawn: Figures, files: Mapping[str, bytes]) -> 
         "facts": how_measured(contents),
         "failures": failure_table(contents.measurements),
         "accounts": account_table(contents.accounts),
+        "accounted": len(contents.accounts),
         "failed": sum(item.status != "ok" for item in contents.measurements),
         "models": [],
         "what_if": what_if_table(others),

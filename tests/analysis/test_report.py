@@ -28,6 +28,7 @@ from tula_hpc.analysis.costs import interruptions as checkpoints
 from tula_hpc.analysis.figures.all import DECIDING, FIGURES
 from tula_hpc.analysis.figures.style import COLOURS
 from tula_hpc.analysis.node_scaling import no_scaling
+from tula_hpc.analysis.report import tables
 from tula_hpc.analysis.report.__main__ import main
 from tula_hpc.analysis.report.first_page import first_page
 from tula_hpc.analysis.report.page import MOST_WARNINGS, write_report
@@ -40,7 +41,7 @@ from tula_hpc.analysis.report.tables import (
     summary_table,
 )
 from tula_hpc.analysis.report.text import assumptions, doubts, how_measured
-from tula_hpc.analysis.run_contents import RunContents, candidate_of, median_epoch_s, read_run
+from tula_hpc.analysis.run_contents import RunContents, candidate_of, ends, median_epoch_s, read_run
 from tula_hpc.cli.pipeline import carry_out, print_summary, report_stage
 from tula_hpc.config import ClusterSpec, PricingSpec, load_cluster, load_sweep
 from tula_hpc.errors import RunDirectoryError, StorageError
@@ -797,7 +798,9 @@ def accounted(run: RunDirectory, *rows: tuple[str, str, bool, int, float]) -> No
 
 
 @pytest.mark.usefixtures("no_figure", "no_pages")
-def test_profiling_costs_what_accounting_says_where_it_has_every_job(tmp_path: Path) -> None:
+def test_profiling_costs_what_accounting_says_where_it_has_every_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = of_two_partitions(tmp_path / "run")
     run.events_file.unlink()
     own = dict(how_measured(read_run(run)))["cost of profiling"]
@@ -815,6 +818,11 @@ def test_profiling_costs_what_accounting_says_where_it_has_every_job(tmp_path: P
     page = Page(write_report(run)[0].read_text()).words
     assert "Jobs by Slurm's accounting (3)" in page
     assert "RUNNING, when last asked" in page
+    monkeypatch.setattr(tables, "ends", lambda rows, most=2: ends(rows, most))
+    accounted(run, ("9", "b", True, 1, 60.0))
+    page = Page(write_report(run)[0].read_text()).words
+    assert "Jobs by Slurm's accounting (4)" in page
+    assert "2 more in accounting.jsonl" in page
 
 
 @pytest.mark.usefixtures("no_figure", "no_pages")
