@@ -183,6 +183,8 @@ LINE_IN = 0.165
 # lines for a list's heading and for the space after the list
 LIST_EXTRA_LINES = 2
 CAPTION_CHARACTERS = 108
+# width of a letter, as a share of the font size
+LETTER_EM = 0.66
 TABLE_ROW_IN = 0.36
 
 
@@ -264,8 +266,8 @@ def _title_page(first: TitlePage) -> Figure:
     height = max(PAGE_HEIGHT_IN, notes_top + needed + MARGIN_IN)
     figure = Figure(figsize=(PAGE_WIDTH_IN, height), facecolor=PAPER.light)
     FigureCanvasAgg(figure)
-    _write(figure, first.title, 0.5, size=17, weight="bold")
-    _write(figure, first.subtitle, 0.86, size=9, color=MUTED.light)
+    _write(figure, first.title, 0.5, size=_fitting(first.title, 17), weight="bold")
+    _write(figure, first.subtitle, 0.86, size=_fitting(first.subtitle, 9), color=MUTED.light)
     _write(figure, "\n".join(answer), 1.15, size=10, linespacing=1.4)
     if first.rows:
         _draw_table(figure, first, table_top)
@@ -274,6 +276,12 @@ def _title_page(first: TitlePage) -> Figure:
         _write(figure, "\n".join(lines), notes_top + LINE_IN, size=8.5, linespacing=1.35)
         notes_top += LINE_IN * (len(lines) + LIST_EXTRA_LINES)
     return figure
+
+
+def _fitting(line: str, most_pt: float) -> float:
+    """Return a font size, at most `most_pt`, at which a line is no wider than the page."""
+    width_pt = (PAGE_WIDTH_IN - 2 * MARGIN_IN) * POINTS_PER_INCH
+    return min(most_pt, width_pt / (LETTER_EM * max(1, len(line))))
 
 
 def _bullets(items: Sequence[str]) -> list[str]:

@@ -983,3 +983,14 @@ def test_rows_of_a_legend_are_about_equally_long_and_fit(names: list[str], per_r
     found = axes.get_legend()
     assert found is not None
     assert max(vars(found)["_ncols"], 1) == per_row
+
+
+@pytest.mark.parametrize("name", ["quickstart", "resnet50-imagenet-4-nodes_per-replica.2026-11-30-second-attempt_"])
+def test_the_first_page_of_the_pdf_has_room_for_long_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages: list[Figure] = []
+    monkeypatch.setattr("tula_hpc.analysis.figures.drawing._add_page", lambda _, figure: pages.append(figure))
+    render_pdf(TitlePage(name, f"{name} on {name}: nodes, batch size · cluster: {name}", "", (), [], {}), [])
+    (page,) = pages
+    page.draw_without_rendering()
+    right = page.bbox.x1
+    assert all(text.get_window_extent().x1 < right for text in page.texts)
