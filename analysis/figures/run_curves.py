@@ -12,9 +12,11 @@ from tula_hpc.analysis.figures import style
 from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.figures.training import accuracies_of, losses_of
 from tula_hpc.analysis.run_contents import RunContents, as_planned, measured_epochs
-from tula_hpc.formatting import format_duration
+from tula_hpc.formatting import format_duration, in_short
 from tula_hpc.records import Interval, of_partition
 
+# most runs that the title names
+MOST_NAMED = 4
 NAME = "run_curves"
 COLUMNS = ("run", "quantity", "global_batch_samples", "epoch", "value")
 LINES: tuple[Literal["-", "--", ":"], ...] = ("-", "--", ":")
@@ -141,8 +143,9 @@ def _title(curves: Sequence[RunCurve]) -> str:
         return f"Epoch time of the chosen configuration: {texts[0]}"
     # the intervals overlap, so that the title must not say which epoch is the shortest
     if any(epoch_s.low <= chosen[0][0].high for epoch_s, _ in chosen[1:]):
-        return f"Epoch times of the chosen configurations: {', '.join(texts)}"
-    return f"Shortest epoch of the chosen configurations: {texts[0]} ({', '.join(texts[1:])})"
+        return f"Epoch times of the chosen configurations: {in_short(texts, MOST_NAMED)}"
+    others = in_short(texts[1:], MOST_NAMED)
+    return f"Shortest epoch of the chosen configurations: {texts[0]} ({others})"
 
 
 def _caption(kinds: set[bool]) -> str:

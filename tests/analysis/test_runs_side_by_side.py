@@ -58,6 +58,9 @@ def test_the_title_compares_the_epochs_as_the_numbers_do() -> None:
         "Epoch times of the chosen configurations: b 137 ms, c 143 ms, a 144 ms",
         "Epoch time of the chosen configuration: a 144 ms",
     ]
+    many = draw_run_curves([chosen(f"run {number}", 0.1 + number / 100, 0.1, 0.3) for number in range(9)])
+    assert isinstance(many, Drawing)
+    assert many.title.endswith("run 3 130 ms and 5 more")
 
 
 def test_the_table_has_a_column_for_each_run_and_no_empty_row(runs: list[RunDirectory]) -> None:
