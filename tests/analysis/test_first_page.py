@@ -194,7 +194,7 @@ def test_every_warning_of_a_plan_says_what_to_do(plan: Plan) -> None:
     assert Plan.model_validate_json(larger.model_dump_json(by_alias=True)).doubts == larger.doubts
     assert list(grouped(larger.doubts)) == [remedy.heading for remedy in Remedy]
     without = plan.model_copy(update={"warnings": ["a doubt"], "remedies": []})
-    assert without.with_doubts(more[2:]).doubts == [Doubt("a doubt", Remedy.KNOW), more[2]]
+    assert without.with_doubts(more[2:]).doubts == [more[2], Doubt("a doubt", Remedy.KNOW)]
 
 
 SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}

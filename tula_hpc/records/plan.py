@@ -236,8 +236,8 @@ class Plan(Record):
         return min(found, key=lambda item: item.partition != self.chosen.partition, default=None)
 
     def with_doubts(self, doubts: Iterable[Doubt]) -> Self:
-        """Return the plan with more warnings at the end."""
-        every = [*self.doubts, *doubts]
+        """Return the plan with more warnings, in front, as they are about the choice itself."""
+        every = [*doubts, *self.doubts]
         warnings = [doubt.text for doubt in every]
         remedies = [doubt.remedy for doubt in every]
         return self.model_copy(update={"warnings": warnings, "remedies": remedies})
