@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter
 
 from tula_hpc.analysis.figures import style
 from tula_hpc.analysis.figures.drawing import CONFIGURATION_COLUMNS, Cell, Drawing, Missing, Table
@@ -130,7 +130,7 @@ def _value_axis(axes: Axes, curve: ScalingCurve, quantity: PanelQuantity) -> Non
         style.value_axis(axes, values, label=quantity.label, durations=quantity.durations)
         return
     axes.set_ylim(0.0, 1.08 * max(1.0, *values))
-    axes.yaxis.set_major_locator(MaxNLocator(6))
+    style.even_ticks(axes.yaxis, 6)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.0f} %"))
     axes.set_ylabel(quantity.label)
 

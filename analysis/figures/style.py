@@ -281,11 +281,11 @@ _FINE_DURATIONS = (
 _FEWEST = 3
 
 
-def even_ticks(axis: Axis, largest: float, most: int, *, durations: bool = False) -> None:
-    """Set ticks at the multiples of a round number, about `most` from zero to the largest value."""
+def even_ticks(axis: Axis, most: int, *, longest_s: float | None = None) -> None:
+    """Set at most about `most` ticks at multiples of a round number; of durations up to `longest_s`."""
     axis.set_major_locator(MaxNLocator(most, steps=[*_ROUND, 10]))
-    if durations:
-        steps = [step for step in _DURATIONS if most * step >= largest]
+    if longest_s is not None:
+        steps = [step for step in _DURATIONS if most * step >= longest_s]
         if steps:
             axis.set_major_locator(MultipleLocator(steps[0]))
         axis.set_major_formatter(FuncFormatter(lambda value, _: duration_tick(value)))
@@ -329,7 +329,7 @@ def value_axis(axes: Axes, values: Iterable[float], *, label: str, durations: bo
     low, high = min(numbers, default=1.0), max(numbers, default=1.0)
     if high / low <= LOG_RATIO:
         axes.set_ylim(0 if numbers else -BELOW_ZERO, high * 1.18)
-        even_ticks(axes.yaxis, high * 1.18, 6, durations=durations)
+        even_ticks(axes.yaxis, 6, longest_s=high * 1.18 if durations else None)
     else:
         axes.set_yscale("log")
         axes.set_ylim(low / (high / low) ** 0.08, high * (high / low) ** 0.08)
@@ -346,7 +346,7 @@ def amount_axis(axes: Axes, values: Iterable[float], label: str) -> None:
     low, high = min(numbers, default=1.0), max(numbers, default=1.0)
     if 0 in known or high / low <= LOG_RATIO:
         axes.set_xlim(-BELOW_ZERO * high if 0 in known else 0, high * 1.08)
-        even_ticks(axes.xaxis, high * 1.08, 7)
+        even_ticks(axes.xaxis, 7)
     else:
         axes.set_xscale("log")
         axes.set_xlim(low / (high / low) ** 0.06, high * (high / low) ** 0.06)
@@ -358,7 +358,7 @@ def amount_axis(axes: Axes, values: Iterable[float], label: str) -> None:
 def epoch_axis(axes: Axes) -> None:
     """Set an x axis for the epochs of a training, beginning at zero."""
     axes.set_xlabel("epochs of training")
-    axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(10, steps=[*_ROUND, 10], integer=True))
     axes.set_xlim(left=0)
 
 

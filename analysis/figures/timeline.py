@@ -219,7 +219,7 @@ def _set_up_axes(axes: Axes, rows: Sequence[str], whole_s: float, found: Sequenc
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x")
     axes.set_xlim(0, 1.02 * whole_s)
-    style.even_ticks(axes.xaxis, 1.02 * whole_s, 5, durations=True)
+    style.even_ticks(axes.xaxis, 6, longest_s=1.02 * whole_s)
     axes.set_xlabel("time since the first job was submitted")
     last = {one.row: one for one in found}.values()
     kinds = {one.kind for one in found if one.end > one.begin or one in last}

@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from tula_hpc.analysis.figures import labels, style
 from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
@@ -116,7 +115,7 @@ def accuracy_axis(axes: Axes, entries: Iterable[Entry]) -> None:
     low, high = min(values), max(values)
     margin = 0.08 * max(high - low, 1.0)
     axes.set_ylim(max(0.0, low - margin), min(101.0, high + margin))
-    axes.yaxis.set_major_locator(MaxNLocator(7))
+    style.even_ticks(axes.yaxis, 7)
     axes.set_ylabel("test accuracy, %")
 
 
@@ -205,7 +204,7 @@ def draw_study_epochs(contents: StudyContents, table: StudyTable) -> Drawing | M
         for axes, (batch, curves) in zip(panels, panels_of.items(), strict=True):
             _draw_curves(axes, curves, small, table)
             axes.set_ylabel(f"test accuracy, %\nB = {batch:,}")
-        panels[-1].set_xlabel("epochs")
+        style.epoch_axis(panels[-1])
         style.legend(panels[0], keys, left=-0.02)
     caption = (
         "Test accuracy after each evaluated epoch, mean over the seeds. Dashed: plain training "
@@ -251,11 +250,8 @@ def _draw_curves(
     if small:
         (dashed,) = axes.plot(*zip(*small, strict=True), color=style.INK.light, linewidth=1)
         dashed.set(linestyle=DASHES, **style.lone_mark(small))
-    axes.yaxis.set_major_locator(MaxNLocator(6))
-    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    style.even_ticks(axes.yaxis, 6)
     last = max(curve[-1][0] for curve in curves.values())
-    if last == min(curve[0][0] for curve in curves.values()):
-        axes.set_xlim(0, 1.05 * last)
     later: list[float] = []
     for curve in [*curves.values(), small]:
         later += [height for epoch, height in curve if epoch >= LATER * last]
