@@ -96,11 +96,17 @@ def test_the_page_says_why_not_half_the_batch_where_it_is_slower(plan: Plan, tmp
     contents = read_run(run)
     half = next(c for c in plan.candidates if 2 * c.global_batch == plan.chosen.global_batch)
     for ratio, is_said in ((1.5, True), (0.9, False)):
-        other = half.model_copy(update={"wall_time_s": ratio * plan.chosen.wall_time_s})
-        compared = plan.model_copy(update={"candidates": [plan.chosen, other]})
+        changes = {"wall_time_s": ratio * plan.chosen.wall_time_s, "cost": 2 * plan.chosen.cost}
+        other = half.model_copy(update=changes)
+        alone = {"candidates": [plan.chosen, other], "runners_up": [], "other_nodes": []}
+        compared = plan.model_copy(update=alone)
         reasons = next(s for s in first_page(contents._replace(plan=compared)).sections if s.heading == "Why this one")
         message = f"Half the batch takes longer at equal epochs: {name_of(other)} is 50 % slower and "
         assert any(text.startswith(message) for text in reasons.sentences) == is_said
+        next_best = compared.model_copy(update={"runners_up": [other]})
+        sections = first_page(contents._replace(plan=next_best)).sections
+        assert str(sections).count(f"{name_of(other)}: 50 % slower and ") == is_said
+        assert message not in str(sections)
 
 
 @pytest.mark.parametrize(
