@@ -234,11 +234,14 @@ def _set_up_axes(axes: Axes, rows: Sequence[str], whole_s: float, found: Sequenc
 
 
 def _title(found: Sequence[Stretch], whole_s: float) -> str:
-    parts = [f"{format_duration(whole_s)} from the first job to the last"]
     # waiting while another job runs does not count
     running = [one for one in found if one.kind != "waiting"]
     ran_s = length_of_union((one.begin, one.end) for one in running)
     known_s = length_of_union((one.begin, one.end) for one in found)
+    if not running:
+        waited = f" in {format_duration(known_s)} of waiting" if known_s > 0 else ""
+        return f"No job has run yet{waited}"
+    parts = [f"{format_duration(whole_s)} from the first job to the last"]
     if known_s - ran_s >= NOTABLE_WAIT * whole_s:
         parts.append(f"{format_duration(known_s - ran_s)} of it only waiting for nodes")
     if whole_s - known_s >= NOTABLE_WAIT * whole_s:

@@ -12,6 +12,7 @@ from tula_hpc.analysis.figures.drawing import Drawing, Missing
 from tula_hpc.analysis.figures.timeline import MOST_ROWS, Stretch, draw_timeline, stretches
 from tula_hpc.analysis.run_contents import RunContents, read_run
 from tula_hpc.failure_kinds import Failure
+from tula_hpc.formatting import format_duration
 from tula_hpc.records import Event, JobAccount, JobNote
 
 
@@ -76,6 +77,9 @@ def test_a_job_that_still_waits_has_a_bar(events: list[Event], row: str, since: 
         drawing = draw_timeline(contents)
         assert isinstance(drawing, Drawing)
         assert "given no sign yet" in drawing.caption
+        waited_s = until - since
+        title = "No job has run yet" + (f" in {format_duration(waited_s)} of waiting" if waited_s else "")
+        assert drawing.title == title or any(one.kind == "training" for one in stretches(contents))
         assert min(bar.get_extents().width for bar in drawing.figure.axes[0].patches) > 0
 
 
