@@ -100,16 +100,15 @@ def first_page(run: RunContents) -> FirstPage:
 def _without_plan(run: RunContents) -> Iterator[str]:
     yield "There is no plan yet."
     ok = run.ok
-    if not ok:
-        yield "No configuration has been measured so far."
-        return
     count = _configurations(ok)
     measured = f"{plural(count, 'configuration')} {'has' if count == 1 else 'have'} been measured"
+    if not ok:
+        measured = "No configuration has been measured"
     out = _configurations(filter(is_out_of_memory, run.measurements))
-    if out:
-        yield f"{measured}, {out} ran out of memory."
-    else:
-        yield f"{measured} so far."
+    failed = max(0, _configurations(run.measurements) - count - out)
+    ends = {"ran out of memory": out, "failed": failed}
+    others = "".join(f", {number} {end}" for end, number in ends.items() if number)
+    yield f"{measured}{others or ' so far'}."
     epochs = {}
     for name in sorted({item.partition for item in ok}):
         rows = [item for item in ok if item.partition == name]
@@ -279,12 +278,11 @@ def _how_sure(run: RunContents, plan: Plan, *, is_billed: bool) -> Iterator[str]
     # the bill already says what was predicted
     if time.low < time.high and not is_billed:
         times = [duration_within(end, time.low, time.high) for end in (time.low, time.high)]
-        usd = [money_within(end, cost.low, cost.high, chosen.currency) for end in cost[1:]]
-        least = usd[0].removesuffix(f" {chosen.currency}")
-        yield (
-            f"With 90 % probability it takes {times[0]} to {times[1]} and costs {least} to "
-            f"{usd[1]}."
-        )
+        costs = ""
+        if cost.low < cost.high:
+            usd = [money_within(end, cost.low, cost.high, chosen.currency) for end in cost[1:]]
+            costs = f" and costs {usd[0].removesuffix(f' {chosen.currency}')} to {usd[1]}"
+        yield f"With 90 % probability it takes {times[0]} to {times[1]}{costs}."
     # a billed training has itself measured the configuration
     if not is_billed:
         yield from _how_measured(run, plan)

@@ -129,6 +129,31 @@ def test_the_page_says_what_is_done_for_a_large_batch_or_that_nothing_is(
     assert [doubt.remedy for doubt in doubts_of_it] == [Remedy.CHANGE] * warns
 
 
+def test_without_a_plan_profiles_that_failed_are_counted(tmp_path: Path) -> None:
+    contents = read_run(make_run(tmp_path / "run", stage="profile"))
+    good, *rest = contents.ok
+    failed = [row.model_copy(update={"status": "failed", "times": None}) for row in rest[:2]]
+    memory = [row.model_copy(update={"status": "oom", "times": None}) for row in rest[2:5]]
+    for rows, words in (
+        ([], "No configuration has been measured so far."),
+        ([*failed, *memory], "No configuration has been measured, 3 ran out of memory, 2 failed."),
+        ([good, *failed, failed[0]], "1 configuration has been measured, 2 failed."),
+        ([good], "1 configuration has been measured so far."),
+    ):
+        decision = first_page(contents._replace(measurements=rows)).decision
+        assert decision.startswith(f"There is no plan yet. {words}")
+
+
+def test_a_training_that_costs_nothing_has_no_range_of_costs(plan: Plan, tmp_path: Path) -> None:
+    contents = read_run(make_run(tmp_path / "run", stage="plan"))
+    for usd, words in ((0.0, ""), (2.0, " and costs 1.0 to 3.0 USD")):
+        ends = plan.chosen.interval_90 | {"cost": (usd / 2, 1.5 * usd)}
+        chosen = plan.chosen.model_copy(update={"cost": usd, "interval_90": ends})
+        page = first_page(contents._replace(plan=plan.model_copy(update={"chosen": chosen})))
+        (sure,) = [section.sentences[0] for section in page.sections if section.heading == "How sure"]
+        assert re.fullmatch(rf"With 90 % probability it takes [^a]*{words}\.", sure), sure
+
+
 def test_the_page_says_where_the_time_of_the_whole_and_of_a_step_goes(plan: Plan, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", stage="plan")
     write_plan(run, plan)
