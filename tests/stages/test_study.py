@@ -396,6 +396,8 @@ def test_the_verdict_begins_with_what_became_of_plain_training(
 def test_runs_that_diverged_are_reported_once_in_whole_sentences() -> None:
     message = verdict_of([0.7, 0.7], [None, 0.6], ags=[0.66, 0.66], lrs=[None, 0.65])
     assert (message.count("diverged"), message.count("lrs diverged in 1 of 2 runs.")) == (2, 1)
+    several = verdict_of([0.7, 0.7], [0.6, 0.6], ags=[None, 0.66], lrs=[None, 0.65], lars=[None, None])
+    assert several.endswith("ags and lrs each diverged in 1 of 2 runs. lars diverged in 2 of 2 runs.")
     assert "Recovered" not in message
     assert "  " not in message
 
