@@ -40,7 +40,9 @@ def _like(mapping: Mapping[Any, Any], parts: dict[Any, Any]) -> Mapping[Any, Any
     if type(mapping) is dict or not isinstance(mapping, MutableMapping):
         return parts
     clone = copy.copy(mapping)
-    clone.update(parts)
+    # not by `update`, by which a Counter would add
+    for key, part in parts.items():
+        clone[key] = part
     return clone
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tula_hpc.checkpoint.snapshot import Gpu, Snapshots, each_tensor
+from tula_hpc.batches import map_tensors
+from tula_hpc.checkpoint.snapshot import Gpu, Snapshots
 
 
 def training_state() -> dict[str, Any]:
@@ -21,7 +22,8 @@ def training_state() -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters())
     torch.autograd.backward(model(torch.randn(2, 3, 2, 2)).sum())
     optimizer.step()
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": {"losses": [1.0, 2.0]}}
+    progress = {"losses": [1.0, 2.0], "milestones": Counter({30: 1})}
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": progress}
 
 
 def spoil(state: dict[str, Any]) -> None:
@@ -30,7 +32,7 @@ def spoil(state: dict[str, Any]) -> None:
     def overwrite(tensor: Tensor) -> Tensor:
         return tensor.fill_(7)
 
-    each_tensor(state, overwrite)
+    map_tensors(overwrite, state)
     state["progress"]["losses"].append(3.0)
     del state["optimizer"]["param_groups"][0]["lr"]
 
@@ -53,6 +55,7 @@ def test_later_changes_of_the_state_do_not_reach_the_snapshot() -> None:
     taken = snapshot.wait()
     assert same(taken, reference)
     assert isinstance(taken["model"], OrderedDict)
+    assert isinstance(taken["progress"]["milestones"], Counter)
     assert taken["model"]._metadata == reference["model"]._metadata  # type: ignore[attr-defined] # torch's own attribute
 
 

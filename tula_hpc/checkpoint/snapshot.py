@@ -12,12 +12,13 @@ else the training's stream waits for the copy. The host waits in neither case.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from tula_hpc.batches import map_tensors
 
 
 class Snapshot(NamedTuple):
@@ -102,7 +103,7 @@ class Snapshots:
                 known[key] = self._copied(tensor, pairs)
             return known[key]
 
-        taken = each_tensor(state, copied)
+        taken = map_tensors(copied, state)
         if self.device is None or not pairs:
             return Snapshot(taken, None, [])
         sources = [source for _, source in pairs]
@@ -140,18 +141,3 @@ class Snapshots:
         except torch.OutOfMemoryError:
             # another process may have taken the free memory
             return []
-
-
-def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return copies of the containers with every tensor changed; other values stay."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        # copy.copy keeps attributes: a model's state has the modules' versions in one
-        result = copy.copy(value)
-        for key, item in value.items():
-            result[key] = each_tensor(item, change)
-        return result
-    if isinstance(value, list | tuple):
-        return type(value)(each_tensor(item, change) for item in value)
-    return value
