@@ -296,12 +296,6 @@ def test_temporary_files_of_killed_saves_go_but_not_those_of_a_later_restart(sto
     assert [path.exists() for path in (stale, later, foreign)] == [False, True, True]
 
 
-@pytest.mark.parametrize("keep", [0, -1])
-def test_keep_must_be_positive(tmp_path: Path, keep: int) -> None:
-    with pytest.raises(ValueError, match="keep"):
-        Store(tmp_path, keep)
-
-
 # --- damage and malice
 
 

@@ -14,7 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -306,12 +306,7 @@ class MeasuredSteps(Mode):
     @property
     def found(self) -> tuple[nn.Module, Optimizer]:
         """The model and the optimizer whose steps count; they are known since the first step."""
-        if self.hooks.model is None or self.hooks.optimizer is None:
-            name = self.spec.program.name
-            raise InputError(
-                f"{name}: expected an optimizer over the parameters of a model, found none"
-            )
-        return self.hooks.model, self.hooks.optimizer
+        return cast("tuple[nn.Module, Optimizer]", (self.hooks.model, self.hooks.optimizer))
 
     def _model_name(self) -> str:
         return name_of(self.found[0])

@@ -35,11 +35,8 @@ class BackgroundWriter:
     def begin(self, state: dict[str, Any], *, samples_seen: int, restart_count: int) -> None:
         """Copy the state, which may change once this returns, and begin to write the copy.
 
-        Raises:
-            RuntimeError: `finish` was not called for the write before this one.
+        `finish` has been called for the write before this one.
         """
-        if self.write is not None:
-            raise RuntimeError("the write before this one has not been finished")
         snapshot = self.snapshots.take(state)
         self.write = self.thread.submit(self._save, snapshot, samples_seen, restart_count)
 

@@ -85,14 +85,9 @@ class CheckpointStore:
         folder: Folder of the checkpoints; the first save makes it, with mode 0700.
         keep: Number of usable checkpoints to keep; at least 1, but 2 survive a damaged one.
         partners: Another folder of checkpoints; a file is kept while its namesake there exists.
-
-    Raises:
-        ValueError: `keep` is below 1.
     """
 
     def __init__(self, folder: Path, keep: int = 2, partners: Path | None = None) -> None:
-        if keep < 1:
-            raise ValueError(f"keep: expected at least 1, got {keep}")
         self.folder, self.keep = folder, keep
         self.partners = partners
         self._rejected: set[Path] = set()
@@ -288,16 +283,12 @@ class _Age(NamedTuple):
 
 
 def _age(path: Path) -> _Age:
-    match = _NAME.fullmatch(path.name)
-    if match is None:
-        raise ValueError(f"{path} is not named like a checkpoint")
-    return _Age(int(match[1]), int(match[2]))
+    restart_count, samples_seen = re.findall(r"\d+", path.name)
+    return _Age(int(restart_count), int(samples_seen))
 
 
 def file_name(restart_count: int, samples_seen: int) -> str:
     """Return the file name of a checkpoint."""
-    if restart_count < 0 or samples_seen < 0:
-        raise ValueError(f"expected counts of 0 or more, got {restart_count=}, {samples_seen=}")
     return f"checkpoint-r{restart_count:04d}-{samples_seen:012d}.tula"
 
 
@@ -349,7 +340,6 @@ def _write_checkpoint(file: IO[bytes], state: dict[str, Any]) -> None:
 
 
 def _read_verified(path: Path) -> bytes:
-    """Return the payload of an owned, undamaged file."""
     # neither follow a link, nor wait for the writer of a pipe; Path.open takes no opener
     careful = os.O_NOFOLLOW | os.O_NONBLOCK
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | careful)) as file:
