@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tula_hpc.analysis.models.memory import MemoryModel, fit_memory
 from tula_hpc.analysis.models.profiles import Summary, UpdateTime, update_time
 from tula_hpc.analysis.models.step_time import StepTimeModel, fit_step_time
-from tula_hpc.analysis.models.step_time_fit import FormName
+from tula_hpc.config.search import FormName
 from tula_hpc.errors import NotEnoughDataError
 
 Array = NDArray[np.float64]

@@ -29,7 +29,6 @@ from tula_hpc.analysis.models.step_time_fit import (
     EFFECT_SPREAD,
     SCATTER,
     Backend,
-    FormName,
     choose_form,
 )
 from tula_hpc.analysis.models.step_time_law import (
@@ -42,8 +41,9 @@ from tula_hpc.analysis.models.step_time_law import (
     Linearization,
     Rows,
 )
+from tula_hpc.config.search import FormName
 
-__all__ = ["Backend", "FormName", "StepTimeModel", "fit_step_time"]
+__all__ = ["Backend", "StepTimeModel", "fit_step_time"]
 
 # predictions of drawn models that are computed at once, so that they fit into a processor's cache
 AT_ONCE = 2**15

@@ -41,10 +41,8 @@ from tula_hpc.analysis.models.step_time_law import (
     Law,
     Rows,
 )
+from tula_hpc.config.search import FormName
 
-FormName = Literal[
-    "auto", "paper", "ring", "double_tree", "tree", "parameter_server", "reduce_scatter_all_gather"
-]
 Backend = Literal["nccl", "gloo"]
 
 

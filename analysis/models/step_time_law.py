@@ -81,8 +81,8 @@ def _several(workers: Array) -> Array:
     return np.where(workers > 1.0, 1.0, 0.0)
 
 
-# a new form also goes into `FormName` of step_time_fit.py, `form` of config/search.py, its comment in
-# sweeps/example.toml, and `FORM_NAMES` of the tests
+# a new form also goes into `FormName` of config/search.py, its comment in sweeps/example.toml, and
+# `FORM_NAMES` of the tests
 FORMS: dict[str, Collective] = {
     "ring": Collective(lambda workers: 1.0 - 1.0 / workers, lambda workers: workers - 1.0),
     "double_tree": Collective(_several, np.log2),

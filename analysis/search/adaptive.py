@@ -34,7 +34,6 @@ import numpy as np
 from tula_hpc.analysis.models.profiles import Summary, summarize
 from tula_hpc.analysis.models.regression import Array
 from tula_hpc.analysis.models.step_time import StepTimeModel, fit_step_time
-from tula_hpc.analysis.models.step_time_fit import FormName
 from tula_hpc.analysis.planning.knee import DRAWS, SEED, batches_up_to
 from tula_hpc.analysis.search.confirmation import (
     AT_LEAST,
@@ -45,6 +44,7 @@ from tula_hpc.analysis.search.confirmation import (
     steps_per_profile,
 )
 from tula_hpc.analysis.search.decision import Chosen, DecisionModel, Evaluated
+from tula_hpc.config.search import FormName
 from tula_hpc.records import Configuration, Measurement, is_usable
 
 # number of last profiles that measure the plan's choice before anything else: if the first of them

@@ -19,10 +19,10 @@ import numpy as np
 from tula_hpc.analysis.models.accumulation import Passes
 from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.analysis.models.step_time import fit_step_time
-from tula_hpc.analysis.models.step_time_fit import FormName
 from tula_hpc.analysis.planning.partitions import name_of
 from tula_hpc.analysis.search.decision import Chosen
 from tula_hpc.config import SweepSpec
+from tula_hpc.config.search import FormName
 from tula_hpc.records import (
     Configuration,
     Doubt,

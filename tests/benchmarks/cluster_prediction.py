@@ -45,12 +45,12 @@ from tula_hpc.analysis.costs.usage import job_runs
 from tula_hpc.analysis.models.fitted import fit_models
 from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.analysis.models.step_time import fit_step_time
-from tula_hpc.analysis.models.step_time_fit import FormName
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.run_contents import measured_epochs
 from tula_hpc.analysis.search.adaptive import AdaptiveSearch
 from tula_hpc.analysis.search.decision import DecisionModel
 from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep
+from tula_hpc.config.search import FormName
 from tula_hpc.records import Configuration, Measurement, RunDirectory, corners, is_usable
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 from tests.benchmarks.traces import WORKLOADS, Trace, read_trace, single_workers
 from tula_hpc.analysis.models.regression import Array
 from tula_hpc.analysis.models.step_time import StepTimeModel
-from tula_hpc.analysis.models.step_time_fit import FormName
 from tula_hpc.analysis.search.adaptive import AdaptiveSearch
 from tula_hpc.analysis.search.decision import DecisionModel
+from tula_hpc.config.search import FormName
 from tula_hpc.records import Configuration, Measurement, MemoryUse, StepTimes
 
 PARTS = 8

@@ -33,7 +33,7 @@ import numpy as np
 from tests.benchmarks.step_time_tables import Table, read_tables
 from tula_hpc.analysis.models import step_time_fit
 from tula_hpc.analysis.models.step_time import StepTimeModel
-from tula_hpc.analysis.models.step_time_fit import FormName
+from tula_hpc.config.search import FormName
 
 FARTHEST = 8
 # values of beliefs to choose from: ring share, its spread, congestion's spread, departures' spread

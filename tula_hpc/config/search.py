@@ -27,6 +27,9 @@ FOREIGN_KEYS = {
 # limit, but not below LEAST_SECONDS
 MOST_SECONDS = 60.0
 LEAST_SECONDS = 10.0
+FormName = Literal[
+    "auto", "paper", "ring", "double_tree", "tree", "parameter_server", "reduce_scatter_all_gather"
+]
 
 
 class SearchSpec(Spec):
@@ -46,15 +49,7 @@ class SearchSpec(Spec):
     """
     max_profiles: Annotated[int, Needs("mode", ("adaptive",))] = Field(default=8, ge=3, le=100_000)
     """Number of measured configurations after which an adaptive search ends at the latest."""
-    form: Literal[
-        "auto",
-        "paper",
-        "ring",
-        "double_tree",
-        "tree",
-        "parameter_server",
-        "reduce_scatter_all_gather",
-    ] = "auto"
+    form: FormName = "auto"
     """Form of the step-time model: chosen by the data (auto), the paper's plain sum (paper), or the
     model of one collective.
     """

@@ -14,8 +14,9 @@ from tests.benchmarks.traces import WORKLOADS, folder, read_trace, single_worker
 from tests.fuzzing import fuzz
 from tula_hpc.analysis.models.regression import Array
 from tula_hpc.analysis.models.step_time import StepTimeModel
-from tula_hpc.analysis.models.step_time_fit import Backend, FormName
+from tula_hpc.analysis.models.step_time_fit import Backend
 from tula_hpc.analysis.models.step_time_law import FORMS, Law, Linearization, Rows
+from tula_hpc.config.search import FormName
 
 NODES, BATCH = (column.ravel() for column in np.meshgrid([1.0, 2.0, 4.0, 8.0], [8.0, 32.0, 128.0, 512.0]))
 FORM_NAMES: list[FormName] = ["ring", "double_tree", "tree", "parameter_server", "reduce_scatter_all_gather"]
