@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from tula_hpc.analysis.report.output import PLAN_WIDTH, exit_code_of, table_lines
-from tula_hpc.command_errors import CommandParser
+from tula_hpc.analysis.report.output import PLAN_WIDTH, table_lines
+from tula_hpc.command_errors import CommandParser, exit_code_of
 from tula_hpc.config import (
     PUT_BACK,
     ClusterSpec,
@@ -135,11 +135,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.json and options.what_if:
         parser.error("--what-if: prints a table; leave out --json")
+    return exit_code_of(_run, options, again=False)
 
-    def write() -> None:
-        write_out(f"{_answer(options)}\n", with_own_escapes(sys.stdout))
 
-    return exit_code_of(write, options.run)
+def _run(options: argparse.Namespace) -> int:
+    write_out(f"{_answer(options)}\n", with_own_escapes(sys.stdout))
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tula_hpc.analysis.report.output import exit_code_of
 from tula_hpc.analysis.report.study_page import study_text, write_study_report
-from tula_hpc.command_errors import CommandParser
+from tula_hpc.command_errors import CommandParser, exit_code_of
 from tula_hpc.formatting import printable_output
 from tula_hpc.records import RunDirectory
 
@@ -26,14 +26,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "run", type=Path, metavar="RUN", help="a run directory of a study, finished or not"
     )
-    run = RunDirectory(parser.parse_args(arguments).run)
+    return exit_code_of(_run, parser.parse_args(arguments), again=False)
 
-    def write() -> None:
-        paths = write_study_report(run)
-        print(study_text(run))
-        print(f"report: {paths[0]}")
 
-    return exit_code_of(write, run.root)
+def _run(options: argparse.Namespace) -> int:
+    run = RunDirectory(options.run)
+    paths = write_study_report(run)
+    print(study_text(run))
+    print(f"report: {paths[0]}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from tests.run_factory import make_run
 from tests.study_factory import make_study
 from tula_hpc import command_errors
 from tula_hpc.__main__ import main
-from tula_hpc.analysis.report import output
 from tula_hpc.cli.commands import COMMANDS
 from tula_hpc.formatting import command_line
 from tula_hpc.python_path import is_found_elsewhere
@@ -188,7 +187,6 @@ def test_a_library_that_a_command_misses_later_gives_one_line(capsys: pytest.Cap
         importlib.import_module("no_such_library.part")
 
     assert command_errors.exit_code_of(need, argparse.Namespace()) == 2
-    assert output.exit_code_of(need, ROOT) == 2
     for line in capsys.readouterr().err.splitlines():
         assert ") has no no_such_library, which tula_hpc needs: use the tula of the" in line
 

@@ -100,13 +100,18 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def exit_code_of(
-    run: Callable[[argparse.Namespace], int], options: argparse.Namespace, interrupted: str = ""
+    run: Callable[[argparse.Namespace], int],
+    options: argparse.Namespace,
+    interrupted: str = "",
+    *,
+    again: bool = True,
 ) -> int:
     """Run a command and return its exit code.
 
     0: done; 1: a stage failed; 2: bad input; 130: interrupted; 141: the output was closed.
 
-    `interrupted` is printed on an interrupt that nothing in the command handles.
+    `interrupted` is printed on an interrupt that nothing in the command handles. `again`: a failure
+    ends with the advice to run the command again.
     """
     begin_process()
     _take_interrupts()
@@ -121,7 +126,7 @@ def exit_code_of(
         sys.stderr.write(f"{words}\n")
         return 2
     except TulaError as error:
-        sys.stderr.write(f"{error}\n{_what_to_do(error, options)}")
+        sys.stderr.write(f"{error}\n{_what_to_do(error, options) if again else ''}")
         return 1
     except BrokenPipeError:
         drop_output()
@@ -132,7 +137,7 @@ def exit_code_of(
             words = f"{error.filename}: {words}"
         elif error.errno in NO_SPACE:
             words = _full_folder(options) or words
-        sys.stderr.write(f"{words}\n{TRY_AGAIN}\n")
+        sys.stderr.write(f"{words}\n{TRY_AGAIN}\n" if again else f"{words}\n")
         return 1
     except KeyboardInterrupt:
         if interrupted:

@@ -13,8 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tula_hpc.analysis.report.output import exit_code_of
-from tula_hpc.command_errors import CommandParser
+from tula_hpc.command_errors import CommandParser, exit_code_of
 from tula_hpc.errors import RunDirectoryError
 from tula_hpc.files import not_a_run, write_out
 from tula_hpc.formatting import printable_output
@@ -26,14 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0 done, 1 failed, 2 bad input."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    runs = [RunDirectory(path) for path in options.runs]
-    if options.out is not None and len(runs) == 1:
+    if options.out is not None and len(options.runs) == 1:
         parser.error("--out: is for the page of several runs; one run's page is in RUN/report")
-
-    def write() -> None:
-        _write(runs, options.out, as_json=options.json)
-
-    return exit_code_of(write, runs[0].root)
+    return exit_code_of(_run, options, again=False)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,7 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _write(runs: Sequence[RunDirectory], folder: Path | None, *, as_json: bool) -> None:
+def _run(options: argparse.Namespace) -> int:
+    runs = [RunDirectory(path) for path in options.runs]
     for run in runs:
         # checked before the libraries for drawing are loaded
         if not any(path.exists() for path in (run.sweep_file, run.events_file, run.plan_file)):
@@ -69,16 +64,16 @@ def _write(runs: Sequence[RunDirectory], folder: Path | None, *, as_json: bool) 
     first = runs[0]
     if len(runs) > 1:
         kind = "runs"
-        paths = write_runs_report(runs, folder)
+        paths = write_runs_report(runs, options.out)
     elif holds_study(first):
         kind = "study"
         paths = write_study_report(first)
     else:
         kind = "run"
         paths = _write_run(first)
-    if not as_json:
+    if not options.json:
         write_out(f"{paths[0]}\n")
-        return
+        return 0
     summary = {
         "schema_version": 1,
         "run_directory": str(first.root.absolute()),
@@ -87,6 +82,7 @@ def _write(runs: Sequence[RunDirectory], folder: Path | None, *, as_json: bool) 
         "files": [str(path.absolute()) for path in paths],
     }
     write_out(json.dumps(summary, indent=1) + "\n")
+    return 0
 
 
 def _write_run(run: RunDirectory) -> list[Path]:

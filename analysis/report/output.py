@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from tula_hpc.errors import InputError, RunDirectoryError, TulaError
-from tula_hpc.files import in_words, mistrust
+from tula_hpc.errors import RunDirectoryError
+from tula_hpc.files import mistrust
 from tula_hpc.formatting import keep_units, printable
-from tula_hpc.python_path import missing_library
 from tula_hpc.records import write_atomically
 
 if TYPE_CHECKING:
@@ -42,11 +40,7 @@ def figure_files(drawings: Iterable[Drawing]) -> dict[str, bytes]:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make a report's folder, or refuse a place where no report can be written.
-
-    Raises:
-        RunDirectoryError: It is not a folder, is a link, or others own it or may write to it.
-    """
+    """Make a report's folder, or refuse a place where no report can be written."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -57,12 +51,7 @@ def prepare_folder(folder: Path) -> None:
 
 
 def replace_files(folder: Path, figures: Iterable[str], files: Mapping[str, bytes]) -> list[Path]:
-    """Write a report's files; delete figures of an earlier report that this one does not have.
-
-    Raises:
-        RunDirectoryError: See `prepare_folder`.
-        StorageError: A file cannot be written.
-    """
+    """Write a report's files; delete figures of an earlier report that this one does not have."""
     prepare_folder(folder)
     for figure in figures:
         for suffix in SUFFIXES:
@@ -73,25 +62,6 @@ def replace_files(folder: Path, figures: Iterable[str], files: Mapping[str, byte
     for name, content in files.items():
         write_atomically(folder / name, content)
     return [folder / name for name in files]
-
-
-def exit_code_of(action: Callable[[], None], folder: Path) -> int:
-    """Run a command over a folder and return its exit code: 0 done, 1 failed, 2 bad input."""
-    try:
-        action()
-    except InputError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    except ModuleNotFoundError as error:
-        sys.stderr.write(f"{missing_library(error.name or 'library')}\n")
-        return 2
-    except TulaError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    except OSError as error:
-        sys.stderr.write(f"{error.filename or folder}: {in_words(error)}\n")
-        return 1
-    return 0
 
 
 def render_page(template: str, page: Mapping[str, Any]) -> str:

@@ -459,22 +459,20 @@ def _run_study(sweep: Sweep, *, report: bool) -> int:
         "sweep_ended",
         f"{len(cells) - len(failures)} of {plural(len(cells), 'training')} done",
     )
-    code = 0
     if report:
-        code = report_study(sweep.run)
+        report_study(sweep.run)
     if failures:
         raise StageError(_describe(failures))
-    return code
+    return 0
 
 
-def report_study(run: RunDirectory) -> int:
-    """Write a study's report and print its table; return the exit code."""
+def report_study(run: RunDirectory) -> None:
+    """Write a study's report and print its table."""
     from tula_hpc.analysis.report.study_page import study_text, write_study_report
 
     paths = write_study_report(run)
     print(study_text(run))
     print(f"report: {paths[0]}")
-    return 0
 
 
 def _describe(failures: Mapping[str, str]) -> str:
