@@ -25,7 +25,7 @@ from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch import slurm
 from tula_hpc.launch.job_files import Notice, Request, Submitted, setup_text
 from tula_hpc.launch.launcher import NOTICE, REFUSED, Launcher, StillRunningError, describe_states
-from tula_hpc.launch.local_executor import is_alive
+from tula_hpc.launch.local_executor import TRAPS, is_alive
 from tula_hpc.launch.slurm_executor import SBATCH_S, could_start, requeue_if_killed, time_outs
 from tula_hpc.records import Event, RunDirectory, append_record
 from tula_hpc.records.events import CONTROL, GUARD
@@ -266,12 +266,11 @@ def test_local_jobs_see_the_gpus_that_the_command_sees(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("shell", ["dash", "bash"])
-def test_the_task_stays_a_child_of_the_shell(tmp_path: Path, shell: str) -> None:
+def test_the_task_stays_a_child_of_the_shell(shell: str) -> None:
     """submitit takes the shell's pid as the job's id, but bash would replace itself by the last command of a list."""
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
-    setup = launcher(tmp_path).executor.parameters(Request("profile", 1, 1))["setup"]
-    command = " && ".join([*setup, f"{sys.executable} -c 'import os; print(os.getppid())'"])
+    command = " && ".join([*TRAPS, f"{sys.executable} -c 'import os; print(os.getppid())'"])
     with subprocess.Popen([shell, "-c", command], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert int(process.stdout.read()) == process.pid
@@ -279,13 +278,12 @@ def test_the_task_stays_a_child_of_the_shell(tmp_path: Path, shell: str) -> None
 
 @pytest.mark.processes
 @pytest.mark.parametrize("shell", ["dash", "bash"])
-def test_an_interrupt_does_not_end_local_jobs(tmp_path: Path, shell: str) -> None:
+def test_an_interrupt_does_not_end_local_jobs(shell: str) -> None:
     """Nor does the signal that submitit sends before it kills, whose traceback would look like the reason of an end."""
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
-    setup = launcher(tmp_path).executor.parameters(Request("train", 1, 1))["setup"]
     code = "import os, signal; os.killpg(0, signal.SIGINT); print('goes on')"
-    command = " && ".join([*setup, f'{sys.executable} -c "{code}"'])
+    command = " && ".join([*TRAPS, f'{sys.executable} -c "{code}"'])
     done = subprocess.run(
         [shell, "-c", command], capture_output=True, text=True, check=False, start_new_session=True, timeout=60
     )

@@ -43,6 +43,10 @@ from tula_hpc.retry_policy import TIME_OUTS
 EXEC_POLLS = 25
 # seconds from the signal to the job's time limit
 SIGNAL_DELAY_S = 30
+# The trap on EXIT keeps bash, if it is /bin/sh, from turning into its last command: submitit counts
+# on a parent shell. submitit sends INT a second before KILL, and its traceback would look like the
+# reason of the end.
+TRAPS = ("trap : EXIT", "trap '' INT")
 # state of a killed job, as Slurm would report it
 KILLED = StepState("", "", "0:9")
 
@@ -185,17 +189,21 @@ class LocalJobs:
         self, tasks: Sequence[Callable[[], Any]], request: Request, folder: Path
     ) -> list[str]:
         """Start a controller for each job, once the pickles of all jobs are written."""
-        parameters = self.parameters(request)
-        setup = [*parameters.pop("setup"), *run_setup(folder, write_setup(folder, self.cluster))]
+        workers = request.nodes * self.cluster.workers_per_node
+        gpus = workers if self.cluster.device == "cuda" else 0
+        setup = [*TRAPS, *([gpus_as_here()] if gpus else [])]
+        setup += run_setup(folder, write_setup(folder, self.cluster))
         hashes = write_pickles(folder, tasks, request.minutes, TIME_OUTS)
-        exports = export_lines(self.cluster, self.folders, list(variables_of(self.cluster)))
-        setup += exports
+        setup += export_lines(self.cluster, self.folders, list(variables_of(self.cluster)))
         python = python_of(self.cluster, self.folders, folder.parents[1], sys.executable)
         ids = []
         for index, sha256 in enumerate(hashes):
             command = job_command(python, folder, index, sha256)
             lines = [*take_pickle(folder, index), *setup, *hold_lock(folder)]
-            ids.append(str(start_controller(folder, command, lines, **parameters)))
+            process = start_controller(
+                folder, command, lines, workers=workers, gpus=gpus, minutes=request.minutes
+            )
+            ids.append(str(process))
         return ids
 
     def states(
@@ -224,20 +232,6 @@ class LocalJobs:
             if is_alive(job.folder, job.job_id):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(int(job.job_id), SIGKILL)
-
-    def parameters(self, request: Request) -> dict[str, Any]:
-        """Return further arguments of `start_controller`."""
-        workers = request.nodes * self.cluster.workers_per_node
-        gpus = workers if self.cluster.device == "cuda" else 0
-        return {
-            "workers": workers,
-            "gpus": gpus,
-            "minutes": request.minutes,
-            # The trap on EXIT keeps bash, if it is /bin/sh, from turning into its last command:
-            # submitit counts on a parent shell. submitit sends INT a second before KILL, and its
-            # traceback would look like the reason of the end.
-            "setup": ["trap : EXIT", "trap '' INT", *([gpus_as_here()] if gpus else [])],
-        }
 
     def script(self, request: Request, folder: Path, tasks: int) -> str:
         """Return "": a local job has no batch script."""
