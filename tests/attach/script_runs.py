@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.distributed import HashStore  # type: ignore[attr-defined] # documented, though not in __all__
 
+from tula_hpc.attach.own_folder import own_folder
 from tula_hpc.attach.processes import (
     ProcessEnd,
     WorkerPeers,
@@ -39,12 +40,13 @@ def profiled(
     store = HashStore() if world > 1 else None
     places = [WorkerEnvironment(rank, world, rank, 0, "1", 0, ("here",), False) for rank in range(world)]
     meeting = meeting_from(choose_meeting(places[0]))
+    own_folder(folder / "work", Path.cwd())
 
     def run(place: WorkerEnvironment) -> ProcessEnd:
         usual = {"configuration": Configuration(world, 1, BATCH), "forward_batch": BATCH, "accumulation": 1}
         wanted = {**usual, "samples": 1000, "search": QUICK, **settings}
         profile_settings = Settings(cluster=ClusterSpec(), place=place, **wanted)
-        with own_output(folder, place.rank, Path.cwd()) as (work, output):
+        with own_output(folder, place.rank) as (work, output):
             spec = ChildSpec(
                 mode="profile",
                 program=Script(script, None, arguments),

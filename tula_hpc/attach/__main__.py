@@ -291,14 +291,13 @@ def _run_script(spec: ChildSpec, search: SearchSpec, folder: Path) -> ProcessEnd
     program = spec.program
     above = named_above([str(program.path or program.module)], program.arguments)
     own_folder(folder / "work", Path.cwd(), above)
-    with own_output(folder, 0, Path.cwd()) as (work, output):
+    with own_output(folder, 0) as (work, output):
         variables = variables_of(place, 1, meeting, spec.device)
         child = start(spec, variables, work, folder / "rank-0.log", output)
         return watch(child, WorkerPeers(None, meeting.run_id), PATIENCE_S)
 
 
 def _observations(result: dict[str, Any]) -> Iterator[str]:
-    """Yield lines that describe the script's model, step and memory."""
     measured = Measurement.model_validate(result["measurement"])
     times, memory, identity = measured.times, measured.memory, measured.identity
     if times is None or memory is None or identity is None:

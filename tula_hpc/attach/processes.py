@@ -26,7 +26,6 @@ from torch.distributed import (  # type: ignore[attr-defined] # documented, thou
 )
 
 from tula_hpc.attach.hangs import ANSWER_S, are_in_different_collectives, ask_where, describe_places
-from tula_hpc.attach.own_folder import own_folder
 from tula_hpc.attach.reporting import (
     EVERY_WORKER,
     ChildSpec,
@@ -411,13 +410,9 @@ def worst(outcomes: list[ProcessEnd]) -> ProcessEnd:
 
 
 @contextlib.contextmanager
-def own_output(folder: Path, rank: int, home: Path) -> Iterator[tuple[Path, IO[bytes]]]:
-    """Make the folder in which a start's scripts run, and open this one's log beside it."""
-    # rank 0 has made it for all workers, except in tests
-    if not (folder / "work").is_dir():
-        own_folder(folder / "work", home)
-    log = folder / f"rank-{rank}.log"
-    with log.open("ab") as output:
+def own_output(folder: Path, rank: int) -> Iterator[tuple[Path, IO[bytes]]]:
+    """Open the log of a rank's script beside the folder in which it runs; yield that, and the log."""
+    with (folder / f"rank-{rank}.log").open("ab") as output:
         yield folder / "work", output
 
 

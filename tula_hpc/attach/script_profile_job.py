@@ -152,18 +152,16 @@ class Session:
         return chosen
 
     def _watch(self, place: WorkerEnvironment, meeting: Meeting, peers: Any) -> ProcessEnd:
-        """Start the script's process of this rank, and wait for its end."""
         from tula_hpc.attach.processes import own_output, start, variables_of, watch
         from tula_hpc.attach.reporting import ChildSpec
 
         work = self.sweep.workload
-        home = Path.cwd()
         folder = self._folder(meeting)
-        with own_output(folder, place.rank, home) as (own, output):
+        with own_output(folder, place.rank) as (own, output):
             spec = ChildSpec(
                 mode="profile",
                 program=script_of(self._long_enough(), self.configuration, own),
-                home=home,
+                home=Path.cwd(),
                 message_file=folder / f"rank-{place.rank}.said",
                 parent=os.getpid(),
                 rank=place.rank,
@@ -275,7 +273,6 @@ class Session:
         return bool(self.allocation.broadcast(record))
 
     def _fail(self, found: ProcessEnd) -> None:
-        """End the job in the way in which a worker's process has ended, see `end_as`."""
         from tula_hpc.attach.processes import end_as
         from tula_hpc.profiling.record import broken_devices, record_oom, refuse_shared_device
 

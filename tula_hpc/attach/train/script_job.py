@@ -163,7 +163,6 @@ class ScriptJob:
     # watch
 
     def _watch(self, start: Start, meeting: Meeting, peers: Any) -> ProcessEnd:
-        """Start the script's process of this rank, and wait for its end."""
         from tula_hpc.attach import processes
         from tula_hpc.attach.hangs import HangWatch
         from tula_hpc.attach.train.scores import Scores
@@ -171,7 +170,7 @@ class ScriptJob:
         work = self.job.sweep.workload
         world, rank = self.place.world_size, self.place.rank
         hangs = HangWatch(peers, rank, world, 60.0 * work.hang_minutes)
-        with processes.own_output(self.folder, rank, Path.cwd()) as (own, output):
+        with processes.own_output(self.folder, rank) as (own, output):
             spec = self._spec(start, own)
             job = self.job
             place = processes.variables_of(
@@ -312,7 +311,6 @@ class ScriptJob:
     # end
 
     def _fail(self, found: ProcessEnd) -> NoReturn:
-        """End the job as a worker's process has ended, see `end_as`."""
         from tula_hpc.attach.processes import end_as
         from tula_hpc.training.ending import record_oom
 
