@@ -57,6 +57,7 @@ def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, scri
         ("finds no data", Failure.BAD_INPUT, "; looked for from /"),
         ("saves to a full disk", Failure.NO_SPACE, "torch.save could not write all of it; make space on the disk"),
         ("ends at once", Failure.BAD_INPUT, "misbehaving.py ended before its first optimizer step; expected optimi"),
+        ("trains no module", Failure.BAD_INPUT, "ended: Adam took steps, but no torch.nn.Module has its parameters; "),
         (
             "only prints its error",
             Failure.BAD_INPUT,
@@ -146,7 +147,7 @@ def test_workers_that_wait_for_each_other_are_reported_with_their_places(how: st
 
 
 PECULIAR = ["catches", "handles TERM", "has a thread", "prints", "has two optimizers"]
-PECULIAR += ["has sparse gradients", "calls layers", "has a loss of two passes", "acts"]
+PECULIAR += ["has sparse gradients", "calls layers", "has a loss of two passes", "acts", "keeps models in a dict"]
 
 
 @pytest.mark.parametrize("how", PECULIAR)

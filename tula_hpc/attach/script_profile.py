@@ -158,8 +158,7 @@ class ScriptProfile(MeasuredSteps):
             shorter["identity"] = self._identity().model_dump(mode="json")
         remedy = ""
         if steps == 0 and self.hooks.others:
-            only = ", ".join(self._others())
-            when = f": no optimizer of the model that counts took a step, only {only}"
+            when = self._uncounted()
         elif steps == 0:
             when = " before its first optimizer step"
             remedy = (
@@ -181,6 +180,16 @@ class ScriptProfile(MeasuredSteps):
             remedy="" if code else remedy,
             result=shorter,
         )
+
+    def _uncounted(self) -> str:
+        """Return why none of the steps that were taken counts."""
+        only = ", ".join(self._others())
+        if self.spec.counted_model is None and not any(map(model_of, self.hooks.others)):
+            return (
+                f": {only} took steps, but no torch.nn.Module has its parameters; have a module hold "
+                "them, and call it"
+            )
+        return f": no optimizer of the model that counts took a step, only {only}"
 
     @property
     def _apart_steps(self) -> int:

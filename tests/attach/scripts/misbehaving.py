@@ -248,6 +248,24 @@ def keeps_its_batch() -> None:
         optimizer.step()
 
 
+def keeps_models_in_a_dict() -> None:
+    """Train models that only a dict holds, as those of SpeechBrain; the dict is never called."""
+    models = nn.ModuleDict({"large": nn.Linear(8, 4), "small": nn.Linear(4, 2)})
+    optimizer = torch.optim.SGD(models.parameters(), 0.1)
+    while True:
+        models["small"](models["large"](torch.randn(BATCH, 8))).square().mean().backward()
+        optimizer.step()
+
+
+def trains_no_module() -> None:
+    """Train parameters that are in no module, as those of a scene."""
+    points = nn.Parameter(torch.randn(BATCH, 8))
+    optimizer = torch.optim.Adam([points])
+    for _ in range(5):
+        torch.autograd.backward(points.square().mean())
+        optimizer.step()
+
+
 def has_two_optimizers() -> None:
     """Train a small model with its own optimizer in addition to the large one, as a GAN does."""
     model, optimizer = build()
@@ -490,6 +508,8 @@ WAYS: dict[str, Callable[[], object]] = {
     "reads SLURM_STEP_ID": lambda: os.environ["SLURM_STEP_ID"],
     "cuts its batch": lambda: train(passes=4, batch=BATCH // 2),
     "divides its batch": lambda: train(batch=BATCH // WORLD),
+    "keeps models in a dict": keeps_models_in_a_dict,
+    "trains no module": trains_no_module,
     "has two optimizers": has_two_optimizers,
     "catches": catches,
     "handles TERM": handles_term,

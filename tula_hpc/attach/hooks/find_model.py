@@ -28,9 +28,8 @@ def modules_with(owned: set[Tensor]) -> list[nn.Module]:
     A wrapper has the same parameters as the module inside it, but one module more.
     """
     found = []
-    for thing in objects_of(nn.Module):
-        is_called = not issubclass(type(thing), NEVER_CALLED)
-        if is_called and owned <= set(thing.parameters()):
+    for thing in _called():
+        if owned <= set(thing.parameters()):
             found.append((size_of(thing), len(list(thing.modules())), thing))
     found.sort(key=lambda each: each[:2])
     return [module for size, _, module in found if size == found[0][0]]
@@ -41,11 +40,16 @@ def parts_with(owned: set[Tensor]) -> list[nn.Module]:
 
     An optimizer may train several models that no common module holds, as a CycleGAN's does.
     """
-    parts = [thing for thing in objects_of(nn.Module) if owned.issuperset(thing.parameters())]
+    parts = [thing for thing in _called() if owned.issuperset(thing.parameters())]
     largest = max(parts, key=size_of, default=None)
     if largest is None or not size_of(largest):
         return []
     return modules_with(set(largest.parameters()))
+
+
+def _called() -> Iterator[nn.Module]:
+    """Yield all existing modules that a script may call."""
+    return (each for each in objects_of(nn.Module) if not issubclass(type(each), NEVER_CALLED))
 
 
 def objects_of(kind: type[T]) -> Iterator[T]:
