@@ -112,6 +112,8 @@ class LoaderPass:
         if getattr(batches, "split_batches", False):
             # accelerate splits each batch of this sampler between the workers
             self.size //= batches.num_processes
+        # items in all batches of the pass, if all are full; 0 if unknown
+        self._whole = self.size * (length_of(batches) or 0)
         self.drawn = _drawn_by(batches)
         if self.drawn >= ENDLESS * (length_of(getattr(iterator, "_dataset", None)) or self.drawn):
             self.drawn = 0
@@ -132,7 +134,9 @@ class LoaderPass:
             workers: Number of workers, each of which makes such a pass.
         """
         if self.given_out is None:
-            return samples, batch
+            # a sampler of the script's own may fill its last batches up, by less than a step
+            whole = self._whole * workers
+            return whole if samples < whole < samples + batch else samples, batch
         return min(samples, self.given_out * workers), 1
 
     def items_in(self, batch: object, count: int) -> int:
