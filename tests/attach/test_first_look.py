@@ -190,7 +190,7 @@ def seen_of(**facts: object) -> dict[str, object]:
     [
         ('parser.add_argument("--resume")\ntorch.save(model, "last.pt")', 'resume_arguments = ["--resume", "last.pt"]'),
         ('parser.add_argument("--resume", action="store_true")', 'resume_arguments = ["--resume"]'),
-        ("", '# resume_arguments = ["--resume", "last.pt"] # options that resume the script, without which it '),
+        ("", '# resume_arguments = ["--resume", "last.pt"] # options that resume it; [] if it does so itself; '),
         ("import tula_hpc.attach as tula\ntula.keep(model=model)", ""),
     ],
 )

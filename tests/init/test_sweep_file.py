@@ -466,6 +466,14 @@ def test_an_option_that_resumes_without_a_value_is_given_none(commands: Path, tm
     assert '\nresume_arguments = ["--resume"] ' in (tmp_path / "train.toml").read_text()
 
 
+def test_an_option_to_continue_from_a_file_resumes(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text('p.add_argument("--continue-from", default="", help="Continue from checkpoint model")')
+    resume = read_options(script).resume
+    assert resume is not None
+    assert resume.words("last.pt") == ["--continue-from", "last.pt"]
+
+
 def test_facts_that_the_source_lacks_are_unknown_and_asked_for(
     commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

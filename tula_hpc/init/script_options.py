@@ -137,7 +137,7 @@ _ROLES = {
     "nodes": r"(?:(?:num|n)_?)?nodes|nnodes",
     "accumulation": r"(?:(?:gradient|grad)_?)?accum(?:ulat(?:ion|e))?(?:_[a-z_]+)?",
     "resume": r"(?:auto_?)?resume(?:_training)?(?:_from)?(?:_checkpoint)?(?:_path)?"
-    r"|load_checkpoint|restore(?:_from)?",
+    r"|load_checkpoint|restore(?:_from)?|continue_from",
 }
 # names of a batch for one forward pass; preferred to a batch that is cut into several passes
 _OF_ONE_PASS = re.compile(r"per_|micro|local")
