@@ -443,7 +443,7 @@ def test_the_source_shows_whether_the_batch_is_that_of_all_workers(
             assert "7" not in line
             assert f'{{{placeholder}}}"]' in line
             # what the source does not say
-            assert ("# {global_batch} if that sets the batch of all" in line) == (placeholder == "local_batch")
+            assert ("# {global_batch} instead, if the script divides" in line) == (placeholder == "local_batch")
 
 
 def test_options_of_click_are_known_while_its_command_runs() -> None:

@@ -484,7 +484,7 @@ def _sweep_file(
     for name, value in table.items():
         line = f"{name} = {json.dumps(value, ensure_ascii=False)}"
         if name == "arguments" and "{local_batch}" in line:
-            line += " # {global_batch} if that sets the batch of all workers together"
+            line += " # {global_batch} instead, if the script divides its batch among all workers"
         if name not in unknown:
             yield line
     yield from (line.text() for line in unknown.values())
