@@ -496,7 +496,7 @@ def test_keys_of_omegaconf_are_known_but_for_those_of_hydra_itself(monkeypatch: 
     assert filled == ["lr=2", "data.batch={local_batch}", "max_epochs={epochs}", "num_nodes={nodes}"]
 
 
-@pytest.mark.parametrize("name", ["--epochs", "--n_epochs", "--nepochs", "--num-train-epochs"])
+@pytest.mark.parametrize("name", ["--epochs", "--n_epochs", "--nepochs", "--num-train-epochs", "--number_of_epochs"])
 def test_the_number_of_epochs_has_many_names(name: str) -> None:
     assert with_placeholders(["64"], 64, 1, ParsedOptions({}, {name: 3})) == ["{local_batch}", name, "{epochs}"]
 

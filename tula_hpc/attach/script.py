@@ -369,7 +369,7 @@ def worded(name: str, value: str) -> list[str]:
 OF_BATCH = ("batch", "bs")
 OF_EVALUATION = ("eval", "val", "test")
 # whole names of options for the number of epochs
-OF_EPOCHS = re.compile(r"(--|([\w.]+\.)?)((n|num|max|total|train)[_-]?)*epochs=?")
+OF_EPOCHS = re.compile(r"(--|([\w.]+\.)?)((n|num|number[_-]of|max|total|train)[_-]?)*epochs=?")
 # whole names of options for nodes: the cluster's if the default is 1, else perhaps a graph's
 OF_NODES = re.compile(r"(--|([\w.]+\.)?)(((n|num)[_-]?)?nodes|nnodes)=?")
 # parts of the names of options that set the steps of the whole training

@@ -131,7 +131,7 @@ _OF_RANKS = re.compile(r"world_?size|num_(?:processes|gpus)", re.IGNORECASE)
 _OF_BATCHES = "train|training|per|device|gpu|rank|worker|local|micro|mini|global|total|effective"
 _ROLES = {
     "batch": rf"(?:(?:{_OF_BATCHES})_?)*batch(?:_?size)?(?:_per_[a-z]+)?|bs",
-    "epochs": r"(?:(?:num|n|nb|max|train|training|total)_?)*epochs?",
+    "epochs": r"(?:(?:num|n|nb|number_of|max|train|training|total)_?)*epochs?",
     "steps": r"(?:(?:num|n|max|total|train|training)[_.]?)*(?:steps|iters?|iterations)",
     "seed": r"(?:(?:random|manual|global|torch|rng)_?)*seed",
     "nodes": r"(?:(?:num|n)_?)?nodes|nnodes",
