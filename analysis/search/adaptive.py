@@ -118,6 +118,16 @@ class AdaptiveSearch:
         summary = self.decision.known(summarize(measurements))
         return self._by_uncertainty(summary, usable, open_, model)
 
+    def choice(self, measurements: Sequence[Measurement]) -> Configuration | None:
+        """Return the choice from at least one measurement; None if nothing can be chosen."""
+        summary = self.decision.known(summarize(measurements))
+        if not summary.profiles:
+            raise ValueError("measurements: expected at least one with times and memory")
+        predictions = self._predictions(summary, {p.configuration for p in summary.profiles})
+        if not predictions.choices:
+            return None
+        return predictions.choices[-1].configuration
+
     def _by_uncertainty(
         self,
         summary: Summary,

@@ -136,7 +136,8 @@ def replay(table: Table, objective: str, known: str) -> dict[str, Any]:
     model = fit_step_time(summarize(rows).profiles)
     predicted_s = model.predict(table.trace.nodes, table.trace.local_batch, table.trace.per_node)
     of_model = int(np.argmin(paid(table.trace, predicted_s, objective)))
-    choice = search._predictions(summarize(rows), {row.configuration for row in rows}).choices[-1].configuration
+    choice = search.choice(rows)
+    assert choice is not None
     chosen = place[choice]
     found = {
         "cluster": table.cluster,
