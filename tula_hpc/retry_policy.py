@@ -1,6 +1,8 @@
 """Decide whether a job that ended without a result is submitted again, by tables and limits.
 
-The answer depends on how the job failed (`failure_kinds.py`) and on its purpose:
+`stages/train.py` asks for a plan's training, `stages/profile.py` for profiles, and
+`stages/train_many.py` for a study, which it gives up as a whole if the first trainings all fail
+before a step. The answer depends on how the job failed (`failure_kinds.py`) and on its purpose:
 
     failure                 plan's training        study's training       a configuration's profile
     device_oom, host_oom    a smaller batch        given up               given up, and larger ones

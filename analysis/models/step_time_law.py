@@ -91,7 +91,8 @@ FORMS: dict[str, Collective] = {
     "parameter_server": Collective(lambda workers: _several(workers) * workers, None),
     "reduce_scatter_all_gather": Collective(lambda workers: 2.0 * (1.0 - 1.0 / workers), np.log2),
 }
-# collectives if no form is given: NCCL sends small messages through trees, gloo around a ring
+# collectives if no form is given: NCCL sends small messages through trees, gloo around a ring;
+# another backend needs beliefs, too (`BELIEFS` in `step_time_fit.py`)
 FITTED: dict[str, Collective] = {
     "nccl": Collective(lambda workers: 1.0 - 1.0 / workers, np.log2, fitted=True),
     "gloo": Collective(

@@ -1,7 +1,7 @@
 """A plan as text for the terminal: a table around the chosen candidate, reasons, and warnings.
 
-`tula plan` (`analysis/plan.py`) prints the whole of it; a sweep (`cli/pipeline.py`) prints the
-sentence on what the training should take. The report says it in words of its own (`first_page.py`).
+`tula plan` (`analysis/plan.py`) prints the whole of it; a sweep prints its main sentences
+(`_say_plan` in `cli/pipeline.py`). The report says it in words of its own (`first_page.py`).
 
 Tables are fitted to the width of the terminal: first headings and texts are broken into lines, then
 columns are left out.

@@ -6,8 +6,9 @@
     `write_scores`    scores that `attach/train/scores.py` has read in a script's output
 
 `put_aside` of `records/metrics.py` keeps the old file when a script's training begins anew, and
-`read_metrics` there reads a whole file. `tracking/follow.py` reads it as it grows, and
-`status/run_files.py` from its end.
+`read_metrics` there reads a whole file: for a report (`analysis/run_contents.py`), for what comes
+after a training (`stages/train.py`), and for a script that goes on (`attach/train/script_job.py`).
+`tracking/follow.py` reads the file as it grows, and `status/run_files.py` from its end.
 """
 
 from __future__ import annotations
