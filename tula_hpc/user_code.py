@@ -230,6 +230,19 @@ def own_data(spec: WorkloadSpec, tried: int = TRIED_BY_JOBS) -> OwnData:
     return own._replace(classes=classes)
 
 
+class RandomNumbers(NamedTuple):
+    """States of the random numbers on the host, as Python, NumPy and torch have them."""
+
+    python: tuple[Any, ...]
+    numpy: Any
+    torch: Tensor
+
+
+def random_numbers() -> RandomNumbers:
+    """Return the states as they are now."""
+    return RandomNumbers(random.getstate(), np.random.get_state(), torch.get_rng_state())
+
+
 @contextlib.contextmanager
 def random_numbers_kept() -> Iterator[None]:
     """Restore Python's, NumPy's and torch's CPU random numbers after the block."""

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -32,7 +31,6 @@ from tula_hpc.attach.train.loaders import (
     random_state,
     set_random_state,
 )
-from tula_hpc.data.random_numbers import random_numbers
 
 SAMPLES, BATCH = 22, 4
 
@@ -176,23 +174,3 @@ def test_random_numbers_are_noted_at_each_batch_only_where_a_library_loads_ahead
     batches = list(DataLoader(Noisy(), BATCH, drop_last=True))
     # the end of the epoch is searched for, too
     assert len(noted) == ahead * (len(batches) + 1)
-
-
-def test_numpys_random_state_is_read_again_only_after_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[int] = []
-    get_state: Any = np.random.get_state
-
-    def counted(**options: bool) -> Any:
-        read.append(1)
-        return get_state(**options)
-
-    monkeypatch.setattr(np.random, "get_state", counted)
-    np.random.seed(0)
-    # of a pair of normal numbers the second one is kept for the next call
-    for draw in (np.random.rand, np.random.randn, np.random.randn, lambda: np.random.seed(0)):
-        draw()
-        for _ in range(3):
-            noted: Any = random_numbers().numpy
-            assert all(itertools.starmap(np.array_equal, zip(noted, get_state(legacy=True), strict=True)))
-    # whenever one is kept
-    assert len(read) == 1 + 3 + 1 + 1

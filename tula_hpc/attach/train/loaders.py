@@ -32,7 +32,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from tula_hpc.attach.hooks.patches import after_index
 from tula_hpc.batches import length_of
 from tula_hpc.data.loader import stop_signals_blocked
-from tula_hpc.data.random_numbers import Numbers, random_numbers
+from tula_hpc.user_code import RandomNumbers, random_numbers
 
 # libraries that load a batch before the step on the batch before; Lightning only from a stream
 LOADING_AHEAD = ("accelerate", "lightning")
@@ -41,7 +41,7 @@ LOADING_AHEAD = ("accelerate", "lightning")
 COUNTERS = ("iteration", "_num_iter_calls")
 # prefix of such a count among the states of generators, which are base64
 PASSES = "passes:"
-Loading = weakref.WeakKeyDictionary[Any, tuple[int, Numbers]]
+Loading = weakref.WeakKeyDictionary[Any, tuple[int, RandomNumbers]]
 
 
 class Passed(NamedTuple):
@@ -58,7 +58,7 @@ class Passed(NamedTuple):
         return self.batches * self.batch_size * self.workers
 
 
-def random_state(loader: object = None, numbers: Numbers | None = None) -> str:
+def random_state(loader: object = None, numbers: RandomNumbers | None = None) -> str:
     """Return this process's random states and those of a loader's own generators, as text.
 
     `numbers`, if given, are taken as the states of the host.
@@ -331,7 +331,7 @@ class LoaderHistory:
         self._loading: Loading = weakref.WeakKeyDictionary()
         # numbers before the batch that is loaded ahead, and those when a framework began to take
         # all batches of its next step
-        self._taken: tuple[Numbers | None, Numbers] | None = None
+        self._taken: tuple[RandomNumbers | None, RandomNumbers] | None = None
         # the checkpoint's: batches before those loaded ahead, numbers for them, numbers after them
         self._found: tuple[int, str, str] | None = None
 
@@ -439,7 +439,7 @@ class LoaderHistory:
         self.is_behind = False
         self._found = None
 
-    def _before(self, iterator: object) -> Numbers | None:
+    def _before(self, iterator: object) -> RandomNumbers | None:
         return self._loading[iterator][1] if iterator in self._loading else None
 
     def moments(self, iterator: object, loader: object) -> dict[str, str]:
