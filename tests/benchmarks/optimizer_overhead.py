@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from tula_hpc.optim import TulaOptimizer
-from tula_hpc.optim.wrapper import STATE_KEY
+from tula_hpc.optim.optimizer import STATE_KEY
 
 # pixels, as in the paper
 IMAGE_SIZES = {"resnet50": 224, "vgg11": 32, "alexnet": 224, "mobilenet_v3_small": 224}

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.optim import scaled_step as applying
-from tula_hpc.optim.wrapper import STATE_KEY
+from tula_hpc.optim.optimizer import STATE_KEY
 
 SMALL, LARGE, LOCAL = 8, 128, 32
 

@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, lr_scheduler
 
 from tula_hpc.optim import TulaOptimizer
-from tula_hpc.optim.wrapper import STATE_KEY
+from tula_hpc.optim.optimizer import STATE_KEY
 
 
 def make_model() -> nn.Sequential:

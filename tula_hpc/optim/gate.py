@@ -18,9 +18,7 @@ Gate = Literal["paper", "none"]
 def relative_change(current: Tensor, previous: Tensor) -> Tensor:
     """Return Δ(G) from two squared norms; 0 where both are equal, inf where the previous is 0.
 
-    Args:
-        current: ‖G_i‖², 0-dim.
-        previous: ‖G_{i−1}‖², 0-dim; NaN where there is none, which makes the result NaN.
+    Both are 0-dim. Where there is no previous one it is NaN, and so is the result.
     """
     change = ((current - previous) / previous).abs()
     return torch.where(current == previous, torch.zeros_like(change), change)
@@ -60,15 +58,9 @@ class Sensitivity:
         self._seen: _Seen | None = None
 
     def observe(self, norm_squared: Tensor, most: float = 1.0) -> Tensor:
-        """Take in ‖G‖² of one step, before any scaling.
+        """Take in ‖G‖² (0-dim) of one step before any scaling; return its share of the scale.
 
-        Args:
-            norm_squared: ‖G‖², 0-dim.
-            most: Factor of the gate's share, from 0 to 1: below 1 while the scale warms up.
-
-        Returns:
-            0-dim tensor: the step's share of the scale, a bool, or a number where `most` is below
-            1.
+        The share is a 0-dim bool, or a number where `most` is below 1, as while the scale warms up.
         """
         seen = self._seen or _nothing_seen(norm_squared)
         sensitivity = relative_change(norm_squared, seen.previous)
@@ -93,17 +85,12 @@ class Sensitivity:
         if self._seen is None:
             return float("nan"), float("nan"), 0.0, 0, 0.0
         seen = self._seen
-        fields = [
-            seen.sensitivity,
-            seen.norm_squared.sqrt(),
-            seen.quiet,
-            seen.quiet_steps,
-            seen.used,
-        ]
-        change, norm, quiet, steps, used = torch.stack(fields).tolist()
+        norm = seen.norm_squared.sqrt()
+        fields = [seen.sensitivity, norm, seen.quiet, seen.quiet_steps, seen.used]
+        change, length, quiet, steps, used = torch.stack(fields).tolist()
         nothing = torch.zeros_like(seen.quiet_steps)
         self._seen = seen._replace(quiet_steps=nothing, used=nothing)
-        return change, norm, quiet, round(steps), used
+        return change, length, quiet, round(steps), used
 
     def state_dict(self) -> dict[str, Tensor] | None:
         """Return tensors only; None before the first step."""

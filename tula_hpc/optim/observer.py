@@ -170,13 +170,8 @@ class StepObserver(GradientObserver):
         self._sensitivity.observe(total / clipping**2)
         if small is not None:
             squares, batch = small
-            self._noise.observe_parts(
-                squares,
-                large,
-                total,
-                (batch, self.large_batch),
-                factor=1.0 / clipping**2,
-            )
+            both = (batch, self.large_batch)
+            self._noise.observe_parts(squares, large, total, both, factor=1.0 / clipping**2)
 
     def _squares_of(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Return squared norms of unscaled gradients; a fused optimizer unscales them itself."""

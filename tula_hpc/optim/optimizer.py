@@ -36,10 +36,11 @@ from tula_hpc.optim.scale_factors import (
     require_one_of,
 )
 from tula_hpc.optim.scaled_step import copies, fits, move_where, multiply_where, scale_and_step
-from tula_hpc.optim.wrapper import STATE_KEY, WrappingOptimizer, untraced
+from tula_hpc.optim.wrapper import WrappingOptimizer, untraced
 
 Apply = Literal["gradient", "update"]
-# version of the state; version 1 had no averages and no batches
+# key of our own state in state_dict(), next to "state" and "param_groups", and its version
+STATE_KEY = "tula"
 VERSION = 2
 # steps without any estimate of the factors before a warning
 STEPS_UNTIL_WARNING = 100
@@ -412,9 +413,7 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         scale = self._scale.summary(self.parameters())
         steps, self._steps_since_statistics = self._steps_since_statistics, 0
         counts = scaled_steps, steps, used / max(1, steps)
-        return Statistics(
-            sensitivity, norm, scaled, scale.mean, scale.lowest, scale.highest, *counts
-        )
+        return Statistics(sensitivity, norm, scaled, *scale, *counts)
 
     def step_metrics(self, steps: int) -> dict[str, float]:
         """Return `statistics` for a log line of that many steps, by name."""
@@ -559,8 +558,40 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
     def _warm_share(self) -> float:
         return 1.0 if self.steps >= self.scale_warmup else self.steps / self.scale_warmup
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the base's state_dict with, under "tula", this optimizer's own plain state."""
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        state = {**self.base.state_dict(), STATE_KEY: self.own_state()}
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            replaced = post_hook(self, state)
+            state = state if replaced is None else replaced
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the base's state and this optimizer's own, bit for bit.
+
+        Raises:
+            ValueError: Its own state is absent, or of other parameters. Nothing has changed.
+        """
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        own: Any = state_dict.pop(STATE_KEY, None)
+        absent = f"state_dict: no {STATE_KEY!r} entry; a plain optimizer's state goes to optimizer.base.load_state_dict"
+        require(isinstance(own, Mapping), absent)
+        self._check_own_state(own)
+        self.base.load_state_dict(state_dict)
+        self.load_own_state(own)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
     def own_state(self) -> dict[str, Any]:
-        """Return factors, averages and counts; δ, bounds and batches stay the constructor's."""
+        """Return this optimizer's own state, for a caller that saves the base's by other means.
+
+        It has factors, averages and counts; δ, bounds and batches stay the constructor's.
+        """
         return {
             "version": VERSION,
             "steps": self.steps,
@@ -579,7 +610,11 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         self._estimates.check_state(self.parameters(), own)
 
     def load_own_state(self, own: Mapping[str, Any]) -> None:
-        """Restore an `own_state`, or raise ValueError and change nothing."""
+        """Restore an `own_state`.
+
+        Raises:
+            ValueError: The state belongs to other parameters. Nothing has changed.
+        """
         self._check_own_state(own)
         parameters = self.parameters()
         self._shortened, self._squares = 1.0, None

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
-from torch.optim import Optimizer
 
 # averages in an epoch; in an epoch with fewer steps, there is one after each step
 AVERAGES_PER_EPOCH = 4
@@ -50,11 +49,9 @@ class EpochAverager(ModelAverager):
         self.start = self.end = 0.0
 
     def set_position(self, start: float, end: float) -> None:
-        """Set which data the next step sees.
+        """Set which data the next step sees: epochs seen before it, and after it, as fractions.
 
-        Args:
-            start: Epochs seen before the step, fractional; the `end` of the step before it.
-            end: Epochs seen after the step, a whole number after the last step of an epoch.
+        `start` is the `end` of the step before; `end` is whole after the last step of an epoch.
         """
         self.start, self.end = start, end
 
@@ -75,11 +72,7 @@ class EpochAverager(ModelAverager):
         return self.local and math.floor(times * self.end) > math.floor(times * self.start)
 
     def average_parameters(self, params: Any = None) -> None:
-        """Average the models if this is due; called after each step.
-
-        Args:
-            params: Parameters from torch's optimizer; not used, as they lack buffers.
-        """
+        """Average the models if this is due; called after each step. `params` lack the buffers."""
         self.step += 1
         if self.due:
             average_over_workers(self.tensors, self.process_group)
@@ -119,9 +112,6 @@ class PostLocalSGD(PostLocalSGDOptimizer):
 
     averager: EpochAverager
     _step_supports_amp_scaling = True
-
-    def __init__(self, optim: Optimizer, averager: EpochAverager) -> None:
-        super().__init__(optim, averager)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override] # the base class takes no closure either
         """Take the base's step, unless the gradient overflowed; then average if it is due."""

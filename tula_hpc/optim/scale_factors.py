@@ -55,14 +55,6 @@ def element_ratio(small: Tensor, large: Tensor, exponent: float = 1.0) -> Tensor
     return ratio if exponent == 1.0 else ratio.pow_(exponent).nan_to_num_()
 
 
-class ScaleSummary(NamedTuple):
-    """Summary of the factors over all elements of all parameters."""
-
-    mean: float
-    lowest: float
-    highest: float
-
-
 class GradScale:
     """Adaptive factors, `gradscale` of Algorithm 1. A parameter without a factor counts as 1.
 
@@ -86,8 +78,6 @@ class GradScale:
         self.s_min, self.s_max = s_min, s_max
         self.norms = NormRatios(granularity, exponent, smoothing, spike_guard=spike_guard)
         self._factors: dict[Tensor, Tensor] = {}
-        # summaries by number of parameters, kept until a factor changes
-        self._summaries: dict[int, ScaleSummary] = {}
 
     def factor(self, parameter: Tensor) -> Tensor | None:
         """Return the parameter's factor, of its shape or 0-dim; None stands for 1."""
@@ -125,7 +115,6 @@ class GradScale:
         for parameter, ratio, here in zip(parameters, ratios, present, strict=True):
             if here:
                 self._factors[parameter] = factors[id(ratio)].to(parameter.device)
-        self._summaries = {}
 
     def bound(self, s_min: float, s_max: float) -> None:
         """Set new bounds and clamp the factors to them."""
@@ -135,18 +124,14 @@ class GradScale:
 
     def load(self, parameters: Sequence[Tensor], factors: Sequence[Tensor | None]) -> None:
         """Replace all factors by copies, clamped to the bounds, as the batch may have changed."""
-        self._factors, self._summaries = {}, {}
+        self._factors = {}
         for parameter, factor in zip(parameters, factors, strict=True):
             if factor is not None:
                 self._set(parameter, factor.to(parameter.device))
 
-    def summary(self, parameters: Sequence[Tensor]) -> ScaleSummary:
-        """Return the summary over all elements. Waits for the device when factors have changed."""
-        if len(parameters) not in self._summaries:
-            self._summaries[len(parameters)] = _summarize(
-                [(p.numel(), self.factor(p)) for p in parameters]
-            )
-        return self._summaries[len(parameters)]
+    def summary(self, parameters: Sequence[Tensor]) -> tuple[float, float, float]:
+        """Return mean, least and largest factor over all elements. Waits for the device."""
+        return _summarize([(p.numel(), self.factor(p)) for p in parameters])
 
     def _smoothed(self, parameter: Tensor, ratio: Tensor) -> Tensor:
         old = self._factors.get(parameter)
@@ -159,7 +144,6 @@ class GradScale:
     def _set(self, parameter: Tensor, factor: Tensor) -> None:
         # a new tensor each time, so that a state_dict taken before keeps its values
         self._factors[parameter] = factor.clamp(self.s_min, self.s_max)
-        self._summaries = {}
 
 
 class StaticScale:
@@ -176,9 +160,9 @@ class StaticScale:
             self._factors[key] = torch.full((), self.scale, device=key[0], dtype=key[1])
         return self._factors[key]
 
-    def summary(self, parameters: Sequence[Tensor]) -> ScaleSummary:
-        """Return the summary of the constant."""
-        return ScaleSummary(self.scale, self.scale, self.scale)
+    def summary(self, parameters: Sequence[Tensor]) -> tuple[float, float, float]:
+        """Return mean, least and largest factor."""
+        return self.scale, self.scale, self.scale
 
 
 def check_shapes(
@@ -198,11 +182,11 @@ def check_shapes(
             )
 
 
-def _summarize(sized: Sequence[tuple[int, Tensor | None]]) -> ScaleSummary:
+def _summarize(sized: Sequence[tuple[int, Tensor | None]]) -> tuple[float, float, float]:
     present = [(size, factor.detach()) for size, factor in sized if factor is not None and size]
     ones = sum(size for size, factor in sized if factor is None)
     if not present:
-        return ScaleSummary(1.0, 1.0, 1.0)
+        return 1.0, 1.0, 1.0
     device = present[0][1].device
     rows = [torch.stack([f.mean(), f.amin(), f.amax()]).to(device) for _, f in present]
     # the only transfer from the device
@@ -211,7 +195,7 @@ def _summarize(sized: Sequence[tuple[int, Tensor | None]]) -> ScaleSummary:
     total = sum(weight * mean for weight, mean in zip(weights, means, strict=True)) + ones
     if ones:
         lows, highs = [*lows, 1.0], [*highs, 1.0]
-    return ScaleSummary(total / (sum(weights) + ones), min(lows), max(highs))
+    return total / (sum(weights) + ones), min(lows), max(highs)
 
 
 class Batches(NamedTuple):
@@ -319,10 +303,8 @@ class Estimates:
         both = [(s, g) for s, g in zip(*norms, strict=True) if s is not None and g is not None]
         # the noise scale comes for free, as both norms are known
         if both:
-            sums = [
-                sum_of_squares([pair[which] for pair in both], both[0][1].device)
-                for which in (0, 1)
-            ]
+            device = both[0][1].device
+            sums = [sum_of_squares(column, device) for column in zip(*both, strict=True)]
             self.noise.observe(sums[0], sums[1], *self.batches)
 
     def expect(

@@ -1,20 +1,15 @@
-"""Wrap an optimizer, the base: show its parameter groups and state, and add state of our own."""
+"""Wrap an optimizer, the base: show its parameter groups and state as those of the wrapper."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tula_hpc.optim.scale_factors import require
-
 Method = TypeVar("Method", bound=Callable[..., Any])
-# key of our own state in state_dict(), next to "state" and "param_groups"
-STATE_KEY = "tula"
 
 
 def untraced(method: Method) -> Method:
@@ -22,11 +17,11 @@ def untraced(method: Method) -> Method:
     return cast("Method", torch._disable_dynamo(method))  # type: ignore[attr-defined] # public in fact: torch decorates with it
 
 
-class WrappingOptimizer(Optimizer, ABC):
+class WrappingOptimizer(Optimizer):
     """Optimizer that shows the base's parameter groups and state, the very same objects.
 
-    Schedulers, GradScaler and `zero_grad` therefore work as on the base. Subclasses define `step`
-    and their own state.
+    Schedulers, GradScaler and `zero_grad` therefore work as on the base. Subclasses define `step`,
+    and save and load their own state next to the base's.
     """
 
     def __init__(self, base: Optimizer) -> None:
@@ -72,51 +67,6 @@ class WrappingOptimizer(Optimizer, ABC):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the base; its parameters have scale 1 until factors are next estimated."""
         self.base.add_param_group(param_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the base's state_dict with, under "tula", this optimizer's own plain state."""
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
-        state = {**self.base.state_dict(), STATE_KEY: self.own_state()}
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            replaced = post_hook(self, state)
-            state = state if replaced is None else replaced
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the base's state and this optimizer's own, bit for bit.
-
-        Raises:
-            ValueError: Its own state is absent, or of other parameters. Nothing has changed.
-        """
-        state_dict = dict(state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = pre_hook(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
-        own: Any = state_dict.pop(STATE_KEY, None)
-        absent = f"state_dict: no {STATE_KEY!r} entry; a plain optimizer's state goes to optimizer.base.load_state_dict"
-        require(isinstance(own, Mapping), absent)
-        self._check_own_state(own)
-        self.base.load_state_dict(state_dict)
-        self.load_own_state(own)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
-    @abstractmethod
-    def own_state(self) -> dict[str, Any]:
-        """Return this optimizer's own state, for a caller that saves the base's by other means."""
-
-    @abstractmethod
-    def load_own_state(self, own: Mapping[str, Any]) -> None:
-        """Restore an `own_state`.
-
-        Raises:
-            ValueError: The state belongs to other parameters. Nothing has changed.
-        """
-
-    @abstractmethod
-    def _check_own_state(self, own: Mapping[str, Any]) -> None:
-        """Raise ValueError where an own state cannot be loaded; change nothing."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out hooks and a scheduler's patch of `step`, as every torch optimizer does."""
