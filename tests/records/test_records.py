@@ -180,7 +180,9 @@ def test_events_belong_to_the_latest_submission_of_their_job_id() -> None:
     submitted, ended = {"event": "submitted", "job_id": "7"}, {"event": "ended", "job_id": "7", "failure": "killed"}
     run_history = history(submitted | {"data": {"label": "a"}}, ended, submitted | {"data": {"label": "b"}})
     first, second = run_history.submissions()
-    assert (first.end, second.end) == ((1.0, Failure.KILLED), None)
+    assert first.end is not None
+    assert second.end is None
+    assert (first.end.time, first.end.failure) == (1.0, Failure.KILLED)
     assert [job.label for job in run_history.unsettled("train")] == ["b"]
     assert [len(run_history.of_training(label)) for label in ("a", "b", "main")] == [2, 1, 0]
     assert run_history.in_vain("a", Failure.KILLED) == 1

@@ -206,9 +206,11 @@ class CheckpointData(EventData):
 
 
 class DriftData(EventData):
-    """Data of "drifted"."""
+    """Data of "drifted": step times of a training beyond the plan's prediction."""
 
-    ratio: float | None = None
+    # measured over predicted; 0: not recorded
+    ratio: float = 0.0
+    # compute, network, loader or unknown
     part: str = ""
 
 
@@ -245,13 +247,6 @@ def _failure_in(event: Event) -> JobFailure:
     return JobFailure(event.failure, event.detail, EndData.of(event).stop)
 
 
-class JobEnd(NamedTuple):
-    """End of a job, recorded by the command that handled it."""
-
-    time: float
-    failure: Failure | None
-
-
 class JobEvents(Record):
     """Events of one job after its latest submission."""
 
@@ -261,18 +256,18 @@ class JobEvents(Record):
     def _named(self, name: EventName) -> list[Event]:
         return [event for event in self.events if event.event == name]
 
+    def _last(self, name: EventName) -> Event | None:
+        return next(reversed(self._named(name)), None)
+
     @property
     def has_finished(self) -> bool:
         """Tell whether the job has reported that its work is done."""
         return bool(self._named("finished"))
 
     @property
-    def end(self) -> JobEnd | None:
-        """The job's recorded end, if any."""
-        ended = self._named("ended")
-        if not ended:
-            return None
-        return JobEnd(ended[-1].time, ended[-1].failure)
+    def end(self) -> Event | None:
+        """The job's end, recorded by the command that handled it, if any."""
+        return self._last("ended")
 
     @property
     def memory_failure(self) -> Failure | None:
@@ -288,10 +283,8 @@ class JobEvents(Record):
     @property
     def own_failure(self) -> JobFailure | None:
         """The last failure that the job itself reported, if any."""
-        failed = self._named("failed")
-        if not failed:
-            return None
-        return _failure_in(failed[-1])
+        failed = self._last("failed")
+        return _failure_in(failed) if failed else None
 
     @property
     def failure(self) -> JobFailure | None:
@@ -340,29 +333,9 @@ def _submission(event: Event) -> Submission:
     return Submission(job_id=event.job_id, stage=event.stage, submitted_at=event.time, **fields)
 
 
-class DriftState(NamedTuple):
-    """Drift of a training: step times beyond the plan's prediction."""
-
-    # measured over predicted
-    ratio: float
-    # compute, network, loader or unknown
-    part: str
-
-
-def _drift_of(event: Event) -> DriftState | None:
+def _drift_of(event: Event) -> DriftData | None:
     data = DriftData.of(event)
-    if data.ratio is None:
-        return None
-    return DriftState(data.ratio, data.part)
-
-
-class StageFailure(NamedTuple):
-    """Failure of a stage as a whole, not of one of its jobs."""
-
-    stage: Stage
-    # a sentence; begins with the stage if a job could not be submitted
-    detail: str
-    time: float
+    return data if data.ratio > 0 else None
 
 
 class Detached(NamedTuple):
@@ -612,7 +585,7 @@ class RunHistory:
         trained = [event for event in self.events if event.stage == "train"]
         return bool(trained) and trained[-1].event == "fell_back"
 
-    def drift(self) -> DriftState | None:
+    def drift(self) -> DriftData | None:
         """Return the present drift of the last job; None while its steps are as predicted."""
         for event in reversed(self.events):
             if event.event in ("recovered", "resumed", "submitted"):
@@ -621,7 +594,7 @@ class RunHistory:
                 return _drift_of(event)
         return None
 
-    def last_drift(self, label: str) -> DriftState | None:
+    def last_drift(self, label: str) -> DriftData | None:
         """Return the last drift of a training, even if it is over; None if there was none."""
         drifted = (e for e in reversed(self.of_training(label)) if e.event == "drifted")
         return next(map(_drift_of, drifted), None)
@@ -702,12 +675,15 @@ class RunHistory:
                 return DetachedData.of(event).taken_over
         return False
 
-    def stage_failure(self) -> StageFailure | None:
-        """Return the failure of a stage if it is the last event, else None."""
+    def stage_failure(self) -> Event | None:
+        """Return the failure of a stage as a whole, not of one of its jobs, if it is the last event.
+
+        Its `detail` is a sentence, which begins with the stage if a job could not be submitted.
+        """
         last = self.events[-1] if self.events else None
         if last is None or last.event != "failed" or last.job_id:
             return None
-        return StageFailure(last.stage, last.detail, last.time)
+        return last
 
     def ended_stage(self) -> Stage | None:
         """Return the stage after which the last command ended as requested, if recorded."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import command_line, first_line, plural
-from tula_hpc.records.events import StageFailure
+from tula_hpc.records import Event
 from tula_hpc.stages.plan import why_no_model
 from tula_hpc.status.jobs import Answer, JobPhase, JobStatus
 from tula_hpc.status.run_files import Facts
@@ -76,7 +76,7 @@ def _is_controlled(jobs: Sequence[JobStatus]) -> bool:
     return any(job.stage == "control" and job.phase in ALIVE for job in jobs)
 
 
-def failed_stage(facts: Facts) -> StageFailure | None:
+def failed_stage(facts: Facts) -> Event | None:
     """Return the failure to plan or submit that ended the last command, if there was one."""
     failure = facts.history.stage_failure()
     # a later plan was made by `tula plan --write`, so that the failure no longer counts
@@ -157,10 +157,7 @@ def _stuck(parts: Parts) -> StateAndText | None:
     stuck = [job for job in parts.jobs if job.stuck]
     if not stuck or parts.has(JobPhase.RUNNING):
         return None
-    return (
-        "stuck",
-        f"job {stuck[0].job_id} waits until somebody acts: {stuck[0].reason}",
-    )
+    return "stuck", f"job {stuck[0].job_id} waits until somebody acts: {stuck[0].reason}"
 
 
 def _going_on(parts: Parts) -> StateAndText | None:
@@ -229,10 +226,8 @@ def _stage_failed(parts: Parts) -> StateAndText | None:
 def _failed(parts: Parts) -> StateAndText | None:
     control = next((job for job in reversed(parts.jobs) if job.stage == "control"), None)
     if control is not None and control.phase is JobPhase.FAILED and control is parts.jobs[-1]:
-        return (
-            "failed",
-            f"controller job {control.job_id}: {control.detail or 'no reason on record'}",
-        )
+        why = control.detail or "no reason on record"
+        return "failed", f"controller job {control.job_id}: {why}"
     if parts.is_unknown or parts.has(JobPhase.OVER):
         return None
     if parts.profile is not None and parts.profile.stand == "failed":
@@ -244,10 +239,8 @@ def _failed(parts: Parts) -> StateAndText | None:
         why = failure_words(last).rstrip(".")
         return "failed", f"training: {why}; {_trained_again(training, last)}"
     if study is not None and study.failed and (study.rates_failed or not study.left):
-        return (
-            "failed",
-            f"{plural(study.failed, 'training')} without a result; fix the cause and {AGAIN}",
-        )
+        failed = f"{plural(study.failed, 'training')} without a result"
+        return "failed", f"{failed}; fix the cause and {AGAIN}"
     return None
 
 
