@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -59,6 +59,11 @@ def leaves_of(batch: Batch) -> Iterator[Any]:
 def tensors_of(batch: Batch) -> Iterator[Tensor]:
     """Return the tensors of a batch."""
     return (leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor))
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes that tensors hold."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def is_finite(batch: Batch) -> bool:

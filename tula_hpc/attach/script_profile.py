@@ -48,14 +48,14 @@ from tula_hpc.attach.script import (
     why_no_passes,
 )
 from tula_hpc.attach.script_course import OPTIMIZER_STEPS, ScriptCourse
-from tula_hpc.batches import ENDLESS, LoaderPass
+from tula_hpc.batches import ENDLESS, LoaderPass, bytes_of
 from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.ddp.stop_signals import Suspensions
 from tula_hpc.env import WorkerEnvironment, unix_time
 from tula_hpc.errors import InputError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import plural
-from tula_hpc.profiling.meters import MemoryMeter, PowerMeter, bytes_of, largest_over_workers
+from tula_hpc.profiling.meters import MemoryMeter, PowerMeter, largest_over_workers
 from tula_hpc.profiling.probes import PASSES
 from tula_hpc.profiling.record import describe
 from tula_hpc.profiling.timing import least_timed, warm_up, within

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from tula_hpc.batches import Batch, is_finite, map_tensors, tensors_of
-from tula_hpc.data.images import ImageDataset, Indices, Keys, Preprocessing, mix
+from tula_hpc.data.images import ImageDataset, Indices, Keys, Preprocessing, mix, samples_of
 from tula_hpc.data.named_items import NamedItems, RaisingLoader, collated
 from tula_hpc.errors import InputError
 from tula_hpc.user_code import collate, random_numbers_kept, seed_random_numbers
@@ -197,7 +197,7 @@ class ResumableSampler(DistributedSampler[Key]):
         return (self._size() - offset) // self.global_batch
 
     def _size(self) -> int:
-        return _length(self.dataset)
+        return samples_of(self.dataset)
 
 
 class EndlessOrder(Sampler[Key]):
@@ -273,7 +273,7 @@ def make_train_loader(
     order = ResumableSampler(
         dataset, local_batch=local_batch, rank=rank, world_size=world_size, seed=seed
     )
-    samples = _length(dataset)
+    samples = samples_of(dataset)
     if samples < order.global_batch:
         raise InputError(
             f"a global batch of {order.global_batch} is larger than the training set of "
@@ -295,7 +295,7 @@ def make_test_loader(
     classes: int | None = None,
 ) -> DataLoader[Any]:
     """Return a loader of every `world_size`-th test sample; shares may differ by one sample."""
-    samples = range(rank, _length(dataset), world_size)
+    samples = range(rank, samples_of(dataset), world_size)
     options = _options(dataset, loader_workers, pin_memory)
     named = NamedItems(dataset, "test", classes)
     return RaisingLoader(named, batch_size=batch, sampler=samples, **options)
@@ -303,12 +303,8 @@ def make_test_loader(
 
 def most_batches(loader: DataLoader[Any], world_size: int) -> int:
     """Return the number of batches of the worker with the largest share in `make_test_loader`."""
-    share = math.ceil(_length(loader.dataset) / world_size)
+    share = math.ceil(samples_of(loader.dataset) / world_size)
     return math.ceil(share / (loader.batch_size or 1))
-
-
-def _length(dataset: Dataset[Any]) -> int:
-    return len(dataset)  # type: ignore[arg-type] # checked when the data was built
 
 
 def _options(dataset: Dataset[Any], loader_workers: int, pin_memory: bool) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from tula_hpc.batches import Batch
-from tula_hpc.data.images import ImageDataset
+from tula_hpc.data.images import ImageDataset, samples_of
 from tula_hpc.errors import DataError, InputError
 from tula_hpc.files import NO_SPACE
 from tula_hpc.user_code import collate, describe_error, is_mistake
@@ -35,7 +35,7 @@ class NamedItems(Dataset[Any]):
         self.classes = None if isinstance(dataset, ImageDataset) else classes
 
     def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type] # checked when the data was built
+        return samples_of(self.dataset)
 
     def __getitem__(self, index: Any) -> Any:
         return self.items([index])[0]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tula_hpc import process_memory
-from tula_hpc.batches import tensors_of
+from tula_hpc.batches import bytes_of, tensors_of
 from tula_hpc.config import ClusterSpec
 from tula_hpc.ddp.agreement import Agreeing
 from tula_hpc.env import WorkerEnvironment
@@ -271,11 +271,6 @@ def largest_over_workers(worker: Metered, use: MemoryUse) -> MemoryUse:
         counts["total_bytes"] = -float(use.total_bytes)
     largest = worker.agree(*counts.values())
     return MemoryUse(**{name: abs(int(value)) for name, value in zip(counts, largest, strict=True)})
-
-
-def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes that tensors hold."""
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 class ProcessorSeconds(NamedTuple):

@@ -29,10 +29,10 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset, default_collate
 
-from tula_hpc.batches import is_finite, take, tensors_of
+from tula_hpc.batches import bytes_of, is_finite, take, tensors_of
 from tula_hpc.config import ClusterSpec, SweepSpec, WorkloadSpec, cluster_sizes, load_together
 from tula_hpc.data.datasets import Data, build_data
-from tula_hpc.data.images import prepared
+from tula_hpc.data.images import prepared, samples_of
 from tula_hpc.data.named_items import NamedItems
 from tula_hpc.ddp.process_group import pick_device
 from tula_hpc.env import begin_process
@@ -84,7 +84,7 @@ def try_workload(spec: WorkloadSpec, data: Data, *, for_gpus: bool, several: boo
         _try_items(samples, which, classes)
     light = build_without_memory(spec, data.classes, data.image_size)
     parameters = [p for p in light.parameters() if not is_lazy(p)]
-    if sum(p.numel() * p.element_size() for p in parameters) > LARGEST_BYTES:
+    if bytes_of(parameters) > LARGEST_BYTES:
         return identity_of(spec, light, data)
     try:
         workload = workload_of(spec, data, CPU, TRIED_BEFORE)
@@ -105,7 +105,7 @@ def _try_items(samples: Dataset[Any], which: str, classes: int | None) -> None:
 
 
 def _try_step(spec: WorkloadSpec, workload: Workload, *, several: bool) -> None:
-    positions = spread(len(workload.train), TRIED_BEFORE)  # type: ignore[arg-type] # checked before
+    positions = spread(samples_of(workload.train), TRIED_BEFORE)
     # BatchNorm cannot train on one sample
     if len(positions) == 1:
         return
@@ -162,10 +162,7 @@ def _refuse_infinite(spec: WorkloadSpec, inputs: Any, positions: Sequence[int]) 
 def _refuse_other_data(spec: WorkloadSpec, data: Data) -> None:
     """Refuse data sets whose samples change from call to call: each worker makes its own."""
     again = build_data(spec, TRIED_BEFORE)
-    found = [
-        f"{len(each.train)} and {len(each.test)}"  # type: ignore[arg-type] # checked before
-        for each in (data, again)
-    ]
+    found = [f"{samples_of(each.train)} and {samples_of(each.test)}" for each in (data, again)]
     if found[0] != found[1]:
         message = (
             f"{spec.dataset} returns {found[0]} training and test samples, and {found[1]} when it is "
@@ -177,7 +174,7 @@ def _refuse_other_data(spec: WorkloadSpec, data: Data) -> None:
         ("training", data.train, again.train),
         ("test", data.test, again.test),
     ):
-        for position in spread(len(first), TRIED_BEFORE):  # type: ignore[arg-type] # likewise
+        for position in spread(samples_of(first), TRIED_BEFORE):
             if _is_another(first, second, position):
                 message = (
                     f"{spec.dataset} returns another {which} item {position} when it is called "

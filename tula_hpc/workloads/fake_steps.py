@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tula_hpc.batches import Batch, map_tensors
+from tula_hpc.batches import Batch, bytes_of, map_tensors, tensors_of
 from tula_hpc.config import WorkloadSpec
 from tula_hpc.workloads.activation_checkpointing import checkpoint_activations
 from tula_hpc.workloads.criterion import build_criterion
@@ -48,8 +48,8 @@ class AllocationTracker(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # living storages by id, which is unique while a storage lives
-        self._living: dict[int, weakref.ref[Any]] = {}
+        # ids of living storages, which are unique while a storage lives
+        self._living: set[int] = set()
         # (number of the block, bytes), with negative bytes when the block is freed
         self._log: list[tuple[int, int]] = []
         self._count = self._live = self._live_at_start = 0
@@ -67,14 +67,12 @@ class AllocationTracker(TorchDispatchMode):
             return
         self._count += 1
         self._add(self._count, size)
-        self._living[key] = weakref.ref(storage, self._release(key, self._count, size))
+        self._living.add(key)
+        weakref.finalize(storage, self._release, key, self._count, size)
 
-    def _release(self, key: int, number: int, size: int) -> Callable[[object], None]:
-        def release(_: object) -> None:
-            del self._living[key]
-            self._add(number, -size)
-
-        return release
+    def _release(self, key: int, number: int, size: int) -> None:
+        self._living.remove(key)
+        self._add(number, -size)
 
     def _add(self, number: int, size: int) -> None:
         self._live += size
@@ -266,11 +264,10 @@ class _Steps:
         # optimizer states are made in the first step
         self.step(LEAST_BATCH)
         least, small, large = map(self.step, (LEAST_BATCH, *batches))
-        states = [value for state in self.optimizer.state.values() for value in state.values()]
         return Counts(
-            parameters=sum(map(_size, self.model.parameters())),
-            gradients=sum(map(_size, self.parameters)),
-            optimizer=sum(map(_size, states)),
+            parameters=bytes_of(self.model.parameters()),
+            gradients=bytes_of(self.parameters),
+            optimizer=bytes_of(tensors_of(self.optimizer.state)),
             batches=batches,
             least=least,
             small=small,
@@ -393,7 +390,3 @@ def _fake_like(tensor: Tensor, workload: WorkloadSpec) -> Tensor:
     memory_format = torch.channels_last if images else torch.contiguous_format
     plain = torch.empty(tensor.shape, dtype=tensor.dtype, memory_format=memory_format)
     return nn.Parameter(plain, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else plain
-
-
-def _size(value: Any) -> int:
-    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset, default_collate
 
-from tula_hpc.batches import map_tensors, samples_in, tensors_of
+from tula_hpc.batches import bytes_of, map_tensors, samples_in, tensors_of
 from tula_hpc.config import WorkloadSpec
 from tula_hpc.data.datasets import Data, build_data
-from tula_hpc.data.images import prepared
+from tula_hpc.data.images import prepared, samples_of
 from tula_hpc.errors import InputError
 from tula_hpc.formatting import in_short
 from tula_hpc.own_sources import digests_of
@@ -102,10 +102,10 @@ def identity_of(spec: WorkloadSpec, model: nn.Module, data: Data) -> Identity:
     parameters = [p for p in model.parameters() if not is_lazy(p)]
     return Identity(
         parameters=sum(p.numel() for p in parameters),
-        gradient_bytes=sum(p.numel() * p.element_size() for p in parameters if p.requires_grad),
+        gradient_bytes=bytes_of(p for p in parameters if p.requires_grad),
         structure=structure_of(model),
-        train_samples=len(data.train),  # type: ignore[arg-type] # checked when the data was built
-        test_samples=len(data.test),  # type: ignore[arg-type]
+        train_samples=samples_of(data.train),
+        test_samples=samples_of(data.test),
         item=_describe_item(data.test),
         sources=own_code(tuple(spec.entry_points)),
     )
@@ -206,8 +206,7 @@ def _check_fits(
 
 def _test_batch(test: Dataset[Any], tried: int) -> tuple[int, Any, Any]:
     """Return the number of samples, and inputs and targets of a batch of them."""
-    count = len(test)  # type: ignore[arg-type] # checked when the data was built
-    items = [test[index] for index in spread(count, tried)]
+    items = [test[index] for index in spread(samples_of(test), tried)]
     inputs, targets = default_collate(items)
     return len(items), prepared(test, inputs), targets
 
