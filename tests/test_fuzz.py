@@ -26,7 +26,6 @@ from tula_hpc.launch import bounded_command, slurm
 from tula_hpc.launch.launcher import Launcher
 from tula_hpc.launch.slurm import accounted_runs
 from tula_hpc.records import (
-    MAX_LINE_BYTES,
     Configuration,
     Drift,
     Footprint,
@@ -45,6 +44,7 @@ from tula_hpc.records import (
     read_records,
     write_atomically,
 )
+from tula_hpc.records.storage import MAX_LINE_BYTES
 from tula_hpc.training.drift import read_drift
 
 

@@ -4,15 +4,7 @@ JSON Lines files are append-only, one record a line. If a writer was killed in m
 skip the torn line and count it.
 """
 
-from tula_hpc.records.base import (
-    Batch,
-    Configuration,
-    JobId,
-    Nodes,
-    Record,
-    WorkersPerNode,
-    corners,
-)
+from tula_hpc.records.base import Configuration, Record, corners
 from tula_hpc.records.events import (
     MAIN_LABEL,
     Event,
@@ -46,6 +38,7 @@ from tula_hpc.records.metrics import (
     EpochMetrics,
     Metrics,
     StepMetrics,
+    kept_steps,
     put_aside,
     read_metrics,
     samples_a_step,
@@ -64,8 +57,6 @@ from tula_hpc.records.plan import (
 )
 from tula_hpc.records.run_directory import RunDirectory, TrainDirectory
 from tula_hpc.records.storage import (
-    MAX_LINE_BYTES,
-    ReadResult,
     append_record,
     folder_gone,
     notes_file,

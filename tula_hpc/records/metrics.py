@@ -325,6 +325,16 @@ def samples_a_step(steps: Sequence[StepMetrics]) -> float:
     return steps[-1].samples_seen / steps[-1].step if steps and steps[-1].step else 0.0
 
 
+def kept_steps(steps: Sequence[StepMetrics], saved: int | None) -> Sequence[StepMetrics]:
+    """Return the logged steps; if those after `saved` samples are lost, end with that progress."""
+    if not steps or saved is None or saved >= steps[-1].samples_seen:
+        return steps
+    last = steps[-1]
+    share = saved / last.samples_seen
+    place = {"step": round(share * last.step), "epoch": share * last.epoch, "samples_seen": saved}
+    return [*steps, last.model_copy(update=place)]
+
+
 def steps_left_s(steps: Sequence[StepMetrics], epochs: float) -> float | None:
     """Estimate the seconds of the steps that are left, at the pace of `steps`; None if unknown."""
     batch = samples_a_step(steps)

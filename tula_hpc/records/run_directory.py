@@ -30,7 +30,6 @@ from tula_hpc.records.measurement import (
     holds_any,
     parse_without_samples,
 )
-from tula_hpc.records.metrics import Metrics
 from tula_hpc.records.plan import Plan, read_plan
 from tula_hpc.records.storage import (
     ReadResult,
@@ -72,16 +71,6 @@ class TrainDirectory:
             return None
         count = newest.stem.rpartition("-")[2]
         return int(count) if count.isdecimal() else None
-
-    def epochs_done(self, metrics: Metrics, *, has_ended: bool) -> float:
-        """Return the epochs of the logged steps; after the job's end, of those saved."""
-        if not metrics.steps:
-            return 0.0
-        last = metrics.steps[-1]
-        saved = self.saved_samples
-        if not has_ended or saved is None:
-            return last.epoch
-        return last.epoch * min(1.0, saved / last.samples_seen)
 
     def read_result(self) -> TrainResult | None:
         """Read result.json; None if training has not ended.
@@ -205,8 +194,7 @@ class RunDirectory:
     def locked(self, role: str = "") -> Iterator[None]:
         """Keep other commands from working on this run until the process ends.
 
-        Args:
-            role: What this process does in the run, in at most 100 characters.
+        `role` says what this process does in the run, in at most 100 characters.
 
         Raises:
             RunDirectoryError: Another command holds the lock; the message says which.

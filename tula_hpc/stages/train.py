@@ -35,6 +35,7 @@ from tula_hpc.records import (
     TrainResult,
     append_record,
     folder_gone,
+    kept_steps,
     measured_identity,
     put_aside,
     read_document,
@@ -378,12 +379,9 @@ def _submit_training(sweep: Sweep, candidate: Candidate, tick: Callable[[JobsNow
         data["anew"] = True
     elif sweep.run.history().has_left_files(MAIN_LABEL) and files.newest_checkpoint is None:
         sys.stderr.write(f"warning: {_gone(sweep)}; the training begins from the start\n")
+    minutes = part.cluster.train_minutes
     submitted = part.launcher.submit(
-        [job],
-        stage="train",
-        nodes=candidate.nodes,
-        minutes=part.cluster.train_minutes,
-        data=[data],
+        [job], stage="train", nodes=candidate.nodes, minutes=minutes, data=[data]
     )
     tick(JobsNow(0, f"submitted as job {submitted[0].job_id} at {at}{candidate.in_parts}"))
 
@@ -422,7 +420,9 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
         notes = list(_notes(sweep))
         if now.waiting:
             before_wait[:] = metrics.steps[-1:]
-        done = files.epochs_done(metrics, has_ended=metrics.steps[-1:] == before_wait)
+        saved = files.saved_samples if metrics.steps[-1:] == before_wait else None
+        kept = kept_steps(metrics.steps, saved)
+        done = kept[-1].epoch if kept else 0.0
         if done and metrics.steps[-1:] == before_wait and _starts_over(sweep):
             lost = f"{round(done, 1):g} of {plural(epochs, 'epoch')}"
             notes.append(f"nothing trained so far is kept ({lost})")

@@ -9,7 +9,14 @@ from typing import Literal
 
 from tula_hpc.analysis.drift import describe_drift
 from tula_hpc.failure_kinds import Failure
-from tula_hpc.records import Record, StepMetrics, samples_a_step, steps_left_s
+from tula_hpc.records import (
+    Record,
+    StepMetrics,
+    TrainResult,
+    kept_steps,
+    samples_a_step,
+    steps_left_s,
+)
 from tula_hpc.records.events import Restart
 from tula_hpc.status.jobs import JobPhase, JobStatus
 from tula_hpc.status.run_files import Facts, TrainingFacts
@@ -103,7 +110,7 @@ def _status(facts: Facts, label: str, jobs: Sequence[JobStatus]) -> TrainingStat
         resumes_itself = facts.spec is not None and facts.spec.workload.goes_on
         known["starts_over"] = files.checkpoint_at is None and not resumes_itself
         if files.result:
-            known |= _ended(files, epochs)
+            known |= _ended(files.result, epochs)
         else:
             steps = _kept_steps(files, restart, _stand(files, jobs))
             known |= _under_way(files, steps, epochs)
@@ -131,10 +138,7 @@ def _stand(files: TrainingFacts | None, jobs: Sequence[JobStatus]) -> Stand:
     return stands.get(jobs[-1].phase, "over")
 
 
-def _ended(files: TrainingFacts, epochs: int | None) -> dict[str, object]:
-    result = files.result
-    if result is None:
-        return {}
+def _ended(result: TrainResult, epochs: int | None) -> dict[str, object]:
     return {
         "epoch": float(result.epochs),
         # a script may stop early
@@ -153,19 +157,13 @@ def _kept_steps(
     files: TrainingFacts, restart: Restart | None, stand: Stand
 ) -> Sequence[StepMetrics]:
     """Return the last logged steps; if steps were lost at a kill, end with the saved progress."""
-    steps = files.tail.steps
-    kept = None
+    saved = None
     if stand in ("waiting", "failed", "over"):
-        kept = files.saved_samples
+        saved = files.saved_samples
     elif restart and (restart.began_at or 0.0) > (files.logged_at or math.inf):
         # the present job has logged nothing yet
-        kept = restart.samples_seen
-    if not steps or kept is None or kept >= steps[-1].samples_seen:
-        return steps
-    last = steps[-1]
-    share = kept / last.samples_seen
-    place = {"step": round(share * last.step), "epoch": share * last.epoch, "samples_seen": kept}
-    return [*steps, last.model_copy(update=place)]
+        saved = restart.samples_seen
+    return kept_steps(files.tail.steps, saved)
 
 
 def _under_way(
