@@ -4,40 +4,8 @@ It only reads. It runs on any machine that sees the run directory, for any owner
 the run. It asks Slurm if Slurm's commands are installed; if they are not, or do not answer within
 seconds, it reports what the files say.
 
-`--json` prints one object with the following keys. Values are None if unknown; times are Unix
-seconds, durations are seconds:
-
-    schema_version, name, run_directory, asked_at
-    state           finished, running, waiting, stuck (a job waits until somebody acts), over (jobs are
-                    over, and nobody has handled their ends yet), stopped, failed, unknown (the scheduler
-                    could not be asked)
-    words           what the state means, and the next step
-    exit_code       see --help
-    command         process, host, alive (None: this machine cannot see that)
-    detached        None, or since, until, job_id and phase of the last controller job (of the guard if that acts)
-    scheduler       executor, answered, words (why it did not answer)
-    profile         stand, measured, out_of_memory, failed, wanted, jobs, left_s; None for a study
-    plan            nodes, workers_per_node, local_batch, global_batch, accumulation, partition, epoch_time_s,
-                    train_time_s, wall_time_s, cost, interval_90 (by key), currency, reason
-    training        label, stand, job_id, jobs, epoch, epochs, share, step, samples_seen, global_batch, step_time_s,
-                    left_s, test_accuracy, test_loss, test_epoch, restarts, checkpoint_age_s,
-                    fallbacks, starts_over, drift, passed_over
-    study           cells, finished, diverged, running, waiting, failed, left, rates, rates_finished, rates_failed,
-                    failures (why, by label), under_way (as `training`)
-    report          whether the report is written
-    report_stale    whether the report is older than a measurement, a result or the plan
-    jobs            each with job_id, stage, phase (waiting, running, finished, failed, over, unknown), label (a
-                    training's, or `guard` for the controller job that acts if another is killed), what,
-                    partition, nodes, submitted_at, folder, state and reason (Slurm's names),
-                    waits_for, stuck, failure, detail (last line of the log), log_file
-    failures        failed jobs whose work no later job has done, with their logs
-    cost            currency, price, node_hours, cost; profile, train, control: node_hours, cost, source (sacct, notes,
-                    events, steps), queue_s
-    promise         an ended training against its plan: expected_s, interval_s (90 %), actual_s, verdict (within,
-                    more, less, unknown), expected_cost, cost_interval (90 %), paid, promised_currency,
-                    told_by (accounting, notes)
-    doubts          places that could not be read
-    avoided         hosts that later jobs avoid because a device failed there: host, said, until
+`--json` prints one object: the fields of `RunStatus` in `run_status.py`, where each is explained.
+Values are None if unknown; times are Unix seconds, durations are seconds.
 """
 
 from __future__ import annotations
@@ -70,7 +38,7 @@ LOGS = 20
 EXIT_CODES = """\
 exit codes: 0 finished, or still going on; 1 something failed for good, or waits until somebody acts; 2 bad
 input; 3 nothing goes on by itself: run the same command again; 4 unknown, as the scheduler could not be asked.
---json prints the same as one JSON object; the docstring of tula_hpc.status.__main__ describes its keys.
+--json prints the same as one JSON object; tula_hpc/status/run_status.py describes its keys.
 """
 
 

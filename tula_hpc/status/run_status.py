@@ -12,6 +12,8 @@ from tula_hpc.status.cost import CostStatus, PromiseStatus
 from tula_hpc.status.jobs import JobPhase, JobStatus
 from tula_hpc.status.trainings import TrainingStatus
 
+# stuck: a job waits until somebody acts; over: jobs are over, and nobody has handled their ends;
+# unknown: the scheduler could not be asked
 State = Literal["finished", "running", "waiting", "stuck", "over", "stopped", "failed", "unknown"]
 Stand = Literal["none", "running", "waiting", "stopped", "failed", "done", "unknown"]
 
@@ -133,6 +135,7 @@ class RunStatus(Record):
     state: State
     # what the state means here, and what to do
     words: str
+    # of the command, see its --help
     exit_code: int
     command: CommandStatus
     detached: DetachedStatus | None
@@ -143,6 +146,7 @@ class RunStatus(Record):
     # the training by the plan
     training: TrainingStatus | None
     study: StudyStatus | None
+    # the report is written
     report: bool
     # the report is older than a measurement, a result or the plan
     report_stale: bool
