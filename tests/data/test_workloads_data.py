@@ -237,10 +237,10 @@ def test_more_classes_than_there_are_is_an_error() -> None:
 @settings(max_examples=50)
 def test_a_stratified_split_is_one(classes: list[int]) -> None:
     every = np.array(classes)
-    split = stratified_split(every)
-    assert sorted([*split.train, *split.test]) == list(range(len(classes)))
+    train, test = stratified_split(every)
+    assert sorted([*train, *test]) == list(range(len(classes)))
     for label in set(classes):
-        tested, total = np.sum(every[split.test] == label), classes.count(label)
+        tested, total = np.sum(every[test] == label), classes.count(label)
         assert tested == (0 if total == 1 else max(1, round(total / 5)))
 
 

@@ -106,13 +106,12 @@ def _read_labels(facts: CifarFacts, path: Path) -> Indices:
     record = facts.label_bytes + _IMAGE_BYTES
     if not path.is_file():
         raise data_error(path.parent, f"expected a file {path.name} in it")
-    size = path.stat().st_size
+    content = np.fromfile(path, np.uint8)
+    size = len(content)
     if size == 0 or size % record:
         message = f"expected a multiple of {record} bytes, found {size}: an incomplete download?"
         raise data_error(path, message)
-    with path.open("rb") as file:
-        records = np.fromfile(file, np.uint8).reshape(-1, record)
-    labels = records[:, facts.label_bytes - 1].astype(np.int64)
+    labels = content.reshape(-1, record)[:, facts.label_bytes - 1].astype(np.int64)
     if labels.max() >= facts.classes:
         expected = f"expected labels from 0 to {facts.classes - 1}"
         raise data_error(path, f"holds label {labels.max()}; {expected}")

@@ -41,6 +41,7 @@ from tula_hpc.data.images import (
     Scaling,
     below,
     mix,
+    samples_of,
 )
 from tula_hpc.errors import InputError
 from tula_hpc.user_code import TRIED_BY_JOBS, describe_error, is_entry_point, own_data
@@ -66,22 +67,18 @@ _CALTECH = {
 }
 
 
-class Split(NamedTuple):
-    """Indices of training and test samples, ascending."""
+def stratified_split(labels: Indices) -> tuple[Indices, Indices]:
+    """Return training and test samples, ascending: a fifth of each class is for testing.
 
-    train: Indices
-    test: Indices
-
-
-def stratified_split(labels: Indices) -> Split:
-    """Set a fifth of each class aside for testing, at least one sample if the class has two."""
+    At least one sample is, if the class has two.
+    """
     random = np.random.default_rng(_SPLIT_SEED)
     is_test = np.zeros(len(labels), bool)
     for label in np.unique(labels):
         members = random.permutation(np.flatnonzero(labels == label))
         wanted = max(1, round(_TEST_SHARE * len(members))) if len(members) > 1 else 0
         is_test[members[:wanted]] = True
-    return Split(np.flatnonzero(~is_test), np.flatnonzero(is_test))
+    return np.flatnonzero(~is_test), np.flatnonzero(is_test)
 
 
 def random_order(samples: int, seed: int) -> Indices:
@@ -162,7 +159,7 @@ def training_samples(spec: WorkloadSpec, most: int = 10_000) -> Dataset[Any]:
     From a larger training set they are a random choice, independent of the training's seed.
     """
     train = build_data(spec.model_copy(update={"augment": False})).train
-    return _take(train, random_order(_length(train), 0)[:most])
+    return _take(train, random_order(samples_of(train), 0)[:most])
 
 
 def _hold_out(spec: WorkloadSpec, data: Data) -> Data:
@@ -171,7 +168,7 @@ def _hold_out(spec: WorkloadSpec, data: Data) -> Data:
     They are the same samples for every seed of a training. With `workload.samples` the seed decides
     which samples there are, and the same positions among them are held out.
     """
-    order = random_order(_length(data.train), 0)
+    order = random_order(samples_of(data.train), 0)
     held = max(1, round(spec.holdout * len(order)))
     plain = build_data(spec.model_copy(update={"augment": False, "holdout": 0.0}))
     return data._replace(
@@ -198,7 +195,7 @@ def _labels(data: Dataset[Any]) -> Indices:
 
 
 def _subset(data: Dataset[Any], which: str, samples: int, seed: int) -> Dataset[Any]:
-    available = _length(data)
+    available = samples_of(data)
     if samples > available:
         key = "workload.samples" if which == "training" else "workload.test_samples"
         raise InputError(f"{samples}, but the {which} set has {available}", key=key)
@@ -207,10 +204,6 @@ def _subset(data: Dataset[Any], which: str, samples: int, seed: int) -> Dataset[
 
 def _take(data: Dataset[Any], chosen: Indices) -> Dataset[Any]:
     return data.take(chosen) if isinstance(data, ImageDataset) else Subset(data, chosen.tolist())
-
-
-def _length(data: Dataset[Any]) -> int:
-    return len(data)  # type: ignore[arg-type] # ours have a length, the user's were checked
 
 
 def _own(spec: WorkloadSpec, tried: int) -> Data:
@@ -231,7 +224,6 @@ class _Sending(pickle.Pickler):
         super().__init__(_Nowhere())
 
     def reducer_override(self, thing: Any) -> Any:
-        """See `pickle.Pickler`."""
         return (int, ()) if isinstance(thing, Tensor | np.ndarray) else NotImplemented
 
 
@@ -273,11 +265,11 @@ def _digits(spec: WorkloadSpec, image_size: int) -> Data:
     every = PixelDataset(
         source, np.arange(len(labels)), labels, scaling=Scaling(white=16.0), image_size=image_size
     )
-    split = stratified_split(labels)
-    train = every.take(split.train)
+    for_training, for_testing = stratified_split(labels)
+    train = every.take(for_training)
     # no flip, since a mirrored digit is another sign
     train.jitter = Jitter(1, flip=False) if spec.augment else None
-    return Data(train, every.take(split.test), 10, image_size)
+    return Data(train, every.take(for_testing), 10, image_size)
 
 
 # cached, since the file is text, and a profile reads it for each configuration
@@ -333,8 +325,8 @@ def _caltech(spec: WorkloadSpec, image_size: int) -> Data:
     """Return Caltech-101 or Caltech-256, which come without a split."""
     name, background = _CALTECH[spec.dataset]
     every = read_tree(_caltech_folder(_data_dir(spec), name), leave_out=[background])
-    split = stratified_split(every.labels)
-    return _from_trees(spec, image_size, every.take(split.train), every.take(split.test))
+    train, test = map(every.take, stratified_split(every.labels))
+    return _from_trees(spec, image_size, train, test)
 
 
 def _caltech_folder(data_dir: Path, name: str) -> Path:

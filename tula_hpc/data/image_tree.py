@@ -19,7 +19,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -103,35 +103,26 @@ class Listing(NamedTuple):
     modified_ns: NDArray[np.int64]
 
 
-def listed_once(
-    root: Path, leave_out: Iterable[str], make: Callable[[], tuple[Listing, bool]]
-) -> Listing:
-    """Return the kept listing of a tree if it is still valid, else a new one.
-
-    Class folders in `leave_out` do not count. `make` lists the tree, and returns whether all of it
-    could be read.
-    """
+def _listed_once(root: Path, leave_out: Sequence[str]) -> Listing:
+    """Return the kept listing of a tree if it is still valid, else a new one."""
     try:
         facts = [str(_VERSION), str(root.resolve()), *sorted(leave_out)]
         facts.append(str(root.stat().st_mtime_ns))
     except OSError:
-        return make()[0]
+        return _list(root, leave_out)[0]
     digest = hashlib.sha256("\0".join(facts).encode(errors="surrogateescape")).hexdigest()
     for folder in cache_folders():
         try:
-            return _listed_in(folder, f"{digest[:32]}.listing", root, make)
+            make_own(folder)
+            return _listed_in(folder / f"{digest[:32]}.listing", root, leave_out)
         except OSError as error:
             _log.warning(
                 "the listing of %s cannot be kept in %s: %s", root, folder, in_words(error)
             )
-    return make()[0]
+    return _list(root, leave_out)[0]
 
 
-def _listed_in(
-    folder: Path, name: str, root: Path, make: Callable[[], tuple[Listing, bool]]
-) -> Listing:
-    make_own(folder)
-    path = folder / name
+def _listed_in(path: Path, root: Path, leave_out: Sequence[str]) -> Listing:
     listing = _read(path, root)
     if listing is not None:
         return listing
@@ -141,7 +132,7 @@ def _listed_in(
         if listing is not None:
             return listing
         started_ns = time.time_ns()
-        listing, complete = make()
+        listing, complete = _list(root, leave_out)
         if complete and listing.modified_ns.max() < started_ns - SETTLED_S * 1e9:
             with whole_file(path, WRITING) as file:
                 _write(file, listing)
@@ -218,20 +209,19 @@ def data_error(folder: Path, message: str) -> InputError:
     return InputError(f"{folder}: {message}", key=DATA_DIR_KEY)
 
 
-def read_tree(root: Path, leave_out: Iterable[str] = ()) -> ImageTree:
+def read_tree(root: Path, leave_out: Sequence[str] = ()) -> ImageTree:
     """List the images of all class folders, except hidden ones and those in `leave_out`.
 
     Raises:
         InputError: There are no class folders, or one has no images.
     """
-    leave_out = list(leave_out)
-    listing = listed_once(root, leave_out, lambda: _list(root, leave_out))
+    listing = _listed_once(root, leave_out)
     classes = tuple(map(os.fsdecode, listing.classes.tolist()))
     labels = np.repeat(np.arange(len(classes), dtype=np.int64), listing.counts)
     return ImageTree(root, listing.names, labels, classes)
 
 
-def _list(root: Path, leave_out: Iterable[str]) -> tuple[Listing, bool]:
+def _list(root: Path, leave_out: Sequence[str]) -> tuple[Listing, bool]:
     """Return the listing, and whether every folder could be read."""
     entries = _entries(root)
     folders = [(b".", root.stat().st_mtime_ns)]

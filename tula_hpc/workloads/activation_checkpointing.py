@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
@@ -30,8 +30,6 @@ from tula_hpc.errors import InputError
 KEY = "workload.activation_checkpointing"
 # weighted layers; a shorter list of layers has nothing to gain
 FEWEST_LAYERS = 4
-
-Forward = Callable[..., Any]
 
 
 def checkpoint_activations(model: nn.Module) -> nn.Module:
@@ -69,23 +67,14 @@ def _split(layers: nn.Sequential) -> None:
     """Run a list of single layers in groups, each of which is recomputed as a block."""
 
     def grouped(self: nn.Sequential, value: Any) -> Any:
-        for group in _groups(list(self)):
-            value = _run(self, _chain(group), value)
+        for group in _groups(self):
+            value = _run(self, group, value)
         return value
 
     layers.forward = types.MethodType(grouped, layers)  # type: ignore[method-assign]
 
 
-def _chain(group: Sequence[nn.Module]) -> Forward:
-    def run(value: Any) -> Any:
-        for layer in group:
-            value = layer(value)
-        return value
-
-    return run
-
-
-def _run(owner: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+def _run(owner: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not (owner.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
 
@@ -134,7 +123,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _groups(layers: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
+def _groups(layers: nn.Sequential) -> Iterator[nn.Module]:
     """Yield groups of consecutive layers that begin with a weighted layer.
 
     A layer that works in place must not come first, or it would change the group's own input.
@@ -142,7 +131,7 @@ def _groups(layers: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
     starts = [i for i, layer in enumerate(layers) if _has_weight(layer)]
     step = max(1, math.isqrt(len(starts)))
     cuts = [0, *starts[step::step], len(layers)]
-    return (list(layers[first:last]) for first, last in pairwise(cuts))
+    return (layers[first:last] for first, last in pairwise(cuts))
 
 
 def _is_list(module: nn.Module) -> bool:

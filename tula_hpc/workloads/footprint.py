@@ -112,8 +112,6 @@ def estimate_footprint(
         scaling_bytes=_scaling_bytes(sweep, world, counts),
         checkpoint_bytes=_checkpoint_bytes(sweep, world, counts),
         peaks=_peaks(sweep, cluster, counts, host),
-        limit_bytes=None,
-        largest_local_batch=None,
         world_size=world,
         counted_at=counts.batches,
         method=method,

@@ -115,27 +115,21 @@ def zero_share(parameters: Sequence[nn.Parameter], world_size: int) -> list[nn.P
 
 def consolidate(optimizer: Optimizer) -> None:
     """Gather divided states on rank 0, so that its `state_dict` is the plain one. Collective."""
-    base: Any = getattr(optimizer, "base", optimizer)
-    if _is_sharded(base):
-        base.consolidate_state_dict(to=0)
+    if is_divided(optimizer):
+        _base(optimizer).consolidate_state_dict(to=0)
 
 
 def own_states(optimizer: Optimizer) -> dict[Any, Any]:
     """Return the optimizer's states that this worker holds."""
-    return dict(_plain(optimizer).state)
+    base = _base(optimizer)
+    return dict(base.optim.state if is_divided(optimizer) else base.state)
 
 
 def is_divided(optimizer: Optimizer) -> bool:
     """Tell whether each worker holds only a share of the optimizer's states."""
-    return _is_sharded(getattr(optimizer, "base", optimizer))
+    # a method that only torch's class has, since importing the class takes a while
+    return hasattr(_base(optimizer), "consolidate_state_dict")
 
 
-def _plain(optimizer: Optimizer) -> Optimizer:
-    base: Any = getattr(optimizer, "base", optimizer)
-    plain: Optimizer = base.optim if _is_sharded(base) else base
-    return plain
-
-
-def _is_sharded(base: Optimizer) -> bool:
-    """Tell by a method that only torch's class has, since importing the class takes a while."""
-    return hasattr(base, "consolidate_state_dict")
+def _base(optimizer: Optimizer) -> Any:
+    return getattr(optimizer, "base", optimizer)

@@ -18,17 +18,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 # largest description that a worker may send of the names and shapes of its states
 MOST_DESCRIPTION_BYTES = 64 * 1024**2
-DTYPES = {
-    str(dtype): dtype
-    for dtype in (
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.int32,
-        torch.int64,
-    )
-}
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = {str(dtype): dtype for dtype in (*FLOATS, torch.int32, torch.int64)}
 
 
 class ShardedOptimizer(ZeroRedundancyOptimizer):
