@@ -27,6 +27,7 @@ start, the end is `END_SHARE` of it; a start set in the prices is taken to inclu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
@@ -59,18 +60,12 @@ ASSUMED_FACTORS = (0.57, 1.67)
 ASSUMED_SHARE = 0.25
 
 
-class EvaluatedOn(NamedTuple):
-    """Test samples of each evaluation."""
-
-    samples: float
-    # known from profiles, the data set or the sweep; else assumed
-    known: bool
-
-
 class EvaluationTime(NamedTuple):
     """Model of the time of an evaluation."""
 
-    samples: EvaluatedOn
+    # test samples of each evaluation, and whether they are known, see `evaluated_on`
+    samples: float
+    samples_known: bool
     # local batches that were profiled, ascending
     batches: Array
     # seconds that one worker takes for each of these batches
@@ -92,7 +87,7 @@ class EvaluationTime(NamedTuple):
             return np.asarray(self.correction * (fixed_s + shared_s / workers))
         batch = np.clip(np.maximum(local_batch, LEAST_BATCH), self.batches[0], self.batches[-1])
         each = np.interp(batch, self.batches, self.seconds_per_batch) / batch
-        return np.asarray(self.correction * np.ceil(self.samples.samples / workers) * each)
+        return np.asarray(self.correction * np.ceil(self.samples / workers) * each)
 
     def corrected(self, epochs: Iterable[EpochMetrics]) -> EvaluationTime:
         """Return a copy corrected by the evaluations of trainings; unchanged if none was timed."""
@@ -122,7 +117,7 @@ class EvaluationTime(NamedTuple):
     @property
     def is_of_script(self) -> bool:
         """True for a script, whose test samples are unknown."""
-        return self.samples.samples == 0
+        return self.samples == 0
 
     @property
     def factors(self) -> tuple[float, float]:
@@ -147,8 +142,8 @@ class EvaluationTime(NamedTuple):
         else:
             share = format_percent(self.forward_share)
             source = f"a forward pass is assumed to take {share} of the measured computation"
-        assumed = "" if self.samples.known else " (assumed)"
-        samples = f"{self.samples.samples:,.0f} test samples{assumed}"
+        assumed = "" if self.samples_known else " (assumed)"
+        samples = f"{self.samples:,.0f} test samples{assumed}"
         return f"evaluation after every epoch: {samples}; {source}"
 
     def _describe_between(self) -> str:
@@ -182,7 +177,7 @@ def evaluation_of(
     batches = sorted(by_batch)
     between_s = _between(profiles) if workload.is_script else None
     return EvaluationTime(
-        evaluated_on(workload, train_samples, test_samples),
+        *evaluated_on(workload, train_samples, test_samples),
         np.array(batches, dtype=np.float64),
         np.array([median(by_batch[batch]) for batch in batches]),
         timed=bool(shares) or between_s is not None,
@@ -217,21 +212,24 @@ def _forward_time_s(times: StepTimes) -> float | None:
     return known if known is not None and 0.0 < known < MOST_EVALUATION_S else None
 
 
-def evaluated_on(workload: WorkloadSpec, train_samples: int, test_samples: int = 0) -> EvaluatedOn:
-    """Return the test samples: counted by profiles (unless 0), held out, known, or assumed.
+def evaluated_on(
+    workload: WorkloadSpec, train_samples: int, test_samples: int = 0
+) -> tuple[float, bool]:
+    """Return the test samples, and False if they are assumed.
 
-    For a script they are 0, since nothing says whether it evaluates, and on which samples.
+    They are counted by profiles (unless 0), held out, known, or assumed. For a script they are 0,
+    since nothing says whether it evaluates, and on which samples.
     """
     if workload.is_script:
-        return EvaluatedOn(0.0, known=True)
+        return 0.0, True
     if test_samples > 0:
-        return EvaluatedOn(float(test_samples), known=True)
+        return float(test_samples), True
     if workload.holdout:
         held_out = train_samples * workload.holdout / (1.0 - workload.holdout)
-        return EvaluatedOn(np.ceil(held_out), known=True)
+        return math.ceil(held_out), True
     if workload.test_set_size is not None:
-        return EvaluatedOn(float(workload.test_set_size), known=True)
-    return EvaluatedOn(np.ceil(ASSUMED_SHARE * train_samples), known=False)
+        return float(workload.test_set_size), True
+    return math.ceil(ASSUMED_SHARE * train_samples), False
 
 
 def with_start(cluster: ClusterSpec, measured_s: float | None) -> ClusterSpec:

@@ -14,7 +14,6 @@ of this is measured: there the cluster file alone gives the limit.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,23 +26,15 @@ from tula_hpc.records import MemoryUse
 Array = NDArray[np.float64]
 
 
-class SeenMemory(NamedTuple):
-    """Memory of the devices that profiles ran on."""
-
-    # of the smallest device
-    total_bytes: int
-    # most memory outside of torch's allocator
-    other_bytes: int
-
-
 def memory_limit_bytes(cluster: ClusterSpec, uses: Iterable[MemoryUse]) -> int | None:
     """Return the limit of a worker by the module's equation; None if unknown."""
     stated = cluster.memory_limit_bytes
     seen = _seen(cluster, uses)
     if seen is None:
         return stated
-    available = seen.total_bytes if stated is None else min(seen.total_bytes, stated)
-    return max(1, available - seen.other_bytes)
+    total, other = seen
+    available = total if stated is None else min(total, stated)
+    return max(1, available - other)
 
 
 def describe_limit(cluster: ClusterSpec, uses: Iterable[MemoryUse]) -> list[str]:
@@ -53,14 +44,14 @@ def describe_limit(cluster: ClusterSpec, uses: Iterable[MemoryUse]) -> list[str]
     seen = _seen(cluster, uses)
     if seen is None:
         return []
+    total, other = seen
     limit = format_bytes(memory_limit_bytes(cluster, uses))
-    whole = f"the {format_bytes(seen.total_bytes)} that a GPU has"
-    if stated is not None and stated < seen.total_bytes:
+    whole = f"the {format_bytes(total)} that a GPU has"
+    if stated is not None and stated < total:
         whole = f"the {format_bytes(stated)} of device_memory_gb"
-    other = f"{format_bytes(seen.other_bytes)} outside of torch's allocator"
     return [
-        f"the memory limit is {limit}: {whole}, less {other} (CUDA context, NCCL, cuDNN, other "
-        "processes) in profiles"
+        f"the memory limit is {limit}: {whole}, less {format_bytes(other)} outside of torch's "
+        "allocator (CUDA context, NCCL, cuDNN, other processes) in profiles"
     ]
 
 
@@ -113,9 +104,10 @@ def allowed_bytes(limit: int | None, margin: float) -> float:
     return np.inf if limit is None else limit * (1.0 - margin)
 
 
-def _seen(cluster: ClusterSpec, uses: Iterable[MemoryUse]) -> SeenMemory | None:
+def _seen(cluster: ClusterSpec, uses: Iterable[MemoryUse]) -> tuple[int, int] | None:
+    """Return the smallest device's memory, and the most outside of torch's allocator; or None."""
     pairs = [(use.total_bytes, use.other_bytes or 0) for use in uses if use.total_bytes]
     if cluster.device == "cpu" or not pairs:
         return None
     totals, others = zip(*pairs, strict=True)
-    return SeenMemory(min(totals), max(others))
+    return min(totals), max(others)

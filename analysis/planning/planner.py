@@ -87,10 +87,7 @@ def _doubts(plan: Plan, sweep: SweepSpec, fitted: FittedPartitions, choice: Choi
         *narrowly_kept(plan.chosen, sweep.objective),
         *lost_fallbacks(row, plan.fallbacks, fitted, sweep.objective),
     ]
-    to_know = [
-        *choice.warnings,
-        *warnings.about_left_out_samples(row, fitted, many=True),
-    ]
+    to_know = [*choice.warnings, *warnings.about_left_out_samples(row, fitted, many=True)]
     return [
         *Remedy.MEASURE.doubts(to_measure),
         *Remedy.CHANGE.doubts(to_change),

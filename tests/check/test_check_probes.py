@@ -144,7 +144,7 @@ def test_the_report_on_disk_says_what_a_worker_was_doing_when_it_died(tmp_path: 
     cluster = ClusterSpec()
     job = CheckJob(cluster, WorkloadSpec(), 1, tmp_path)
     reporter = Reporter(job.report_file(0), place(0))
-    reporter.describe_host(cluster)
+    reporter.note(host=describe_host("gloo"))
     reporter.attempt(Probe.MEETING, lambda: Meeting(seconds=1.0))
 
     def never_ends() -> Record:

@@ -285,7 +285,8 @@ def test_any_failure_is_a_reason_and_no_exception(
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{program}"\n')
     python.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(python))
-    found = client.estimate(*files(tmp_path), timeout_s=timeout_s)
+    monkeypatch.setattr(client, "TIMEOUT_S", timeout_s)
+    found = client.estimate(*files(tmp_path))
     assert found.footprint is None
     assert found.trusted_batch is None
     assert reason in found.reason

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import math
 import re
 import shutil
@@ -134,7 +135,8 @@ def _run(options: argparse.Namespace) -> int:
         "partitions": [check.as_json() for check in checks],
     }
     width = max(70, shutil.get_terminal_size((110, 40)).columns)
-    write_out(_as_json(report) if options.json else _as_text(checks, logs, width))
+    as_json = f"{json.dumps(report, indent=1)}\n"
+    write_out(as_json if options.json else _as_text(checks, logs, width))
     return int(failed)
 
 
@@ -388,12 +390,6 @@ def _networks(job: Submitted) -> list[str]:
     for path in job.log_files():
         found.update(_NETWORK.findall(last_bytes(path)))
     return sorted(found)
-
-
-def _as_json(report: dict[str, object]) -> str:
-    import json
-
-    return json.dumps(report, indent=1) + "\n"
 
 
 def _as_text(checks: Sequence[_Check], logs: str, width: int) -> str:

@@ -74,7 +74,7 @@ def run_probes(job: CheckJob, env: WorkerEnvironment, stop: StopRequest) -> None
     """Measure one worker's part of the job and report it."""
     place = place_among(env, job.nodes, job.cluster.workers_per_node) or env
     reporter = Reporter(job.report_file(env.rank), place)
-    reporter.describe_host(job.cluster)
+    reporter.note(host=describe_host(backend_of(job.cluster)))
     reporter.attempt(Probe.DEVICE, lambda: describe_device(job.cluster, place))
     peers = Peers(place)
     reporter.attempt(Probe.MEETING, peers.meet, limit_s=PATIENCE.seconds + PROBE_S)
@@ -127,25 +127,22 @@ class Reporter:
 
     def attempt(self, probe: Probe, measure: Callable[[], Record], limit_s: int = PROBE_S) -> None:
         """Run a probe, and report its result or its error."""
-        self._note(at_work_on=probe)
+        self.note(at_work_on=probe)
         try:
             with _time_limit(limit_s):
                 found = measure()
         except Exception as error:  # noqa: BLE001 - whatever is wrong with the node is a finding
             text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-            self._note(errors={**self.report.errors, probe: text})
+            self.note(errors={**self.report.errors, probe: text})
         else:
-            self._note(**{probe.value: found})
-
-    def describe_host(self, cluster: ClusterSpec) -> None:
-        """Report the node's description, which needs no probe."""
-        self._note(host=describe_host(backend_of(cluster)))
+            self.note(**{probe.value: found})
 
     def finish(self) -> None:
         """Mark the report as finished."""
-        self._note(at_work_on=None, finished=True)
+        self.note(at_work_on=None, finished=True)
 
-    def _note(self, **fields: object) -> None:
+    def note(self, **fields: object) -> None:
+        """Add to the report, and save it."""
         self.report = self.report.model_copy(update=fields)
         write_atomically(self.path, self.report.model_dump_json())
 

@@ -32,13 +32,8 @@ def record_oom(
 ) -> None:
     """Record that a configuration does not fit into memory; for what follows see `profile_loop`.
 
-    Args:
-        output: File of the job; the record goes into this worker's own file beside it.
-        cluster: Cluster on which memory ran out.
-        configuration: Configuration of the profile or training.
-        env: This worker.
-        failure: Kind of memory that ran out.
-        of_job: Further fields of the `Measurement`: its partition, passes, identity.
+    The record goes into this worker's own file beside `output`, the file of the job. `of_job` has
+    further fields of the `Measurement`: its partition, passes, identity.
     """
     facts = describe(configuration, cluster, env)
     detail = f"rank {env.rank}"

@@ -164,16 +164,11 @@ class StoppingRule(NamedTuple):
     def steps_per_round(
         self, about_s: float, round_s: float = ROUND_S, multiple_of: int = 1
     ) -> int:
-        """Return the steps in a round of about `round_s` seconds.
+        """Return the steps in a round of about `round_s` seconds, if one takes about `about_s`.
 
-        Five rounds hold at least min_steps, and max_steps holds at least ten rounds; but a round is
-        a multiple of `multiple_of` in any case.
-
-        Args:
-            about_s: Approximate seconds of a step; the same on all workers.
-            round_s: Seconds of a round.
-            multiple_of: Steps in which each loader process delivers once: only whole turns take as
-                long as in training.
+        Five rounds hold at least min_steps, and max_steps holds at least ten rounds. A round is a
+        multiple of the steps in which each loader process delivers once in any case: only whole
+        turns take as long as in training. `about_s` is the same on all workers.
         """
         wanted = math.ceil(round_s / max(about_s, 1e-6))
         fewest = math.ceil(self.min_steps / LEAST_ROUNDS)
@@ -199,15 +194,11 @@ def least_timed(turn: int) -> int:
 
 
 def within(search: SearchSpec, steps: int, turn: int) -> SearchSpec | None:
-    """Return limits with which a warm-up and two timings take no more than `steps`.
+    """Return limits with which a warm-up and two timings take no more than `steps` of a script.
 
-    Args:
-        search: The limits in force.
-        steps: Steps that the script takes, without those for other parts of its profile.
-        turn: Steps in which each loader process delivers once: rounds are multiples of it.
-
-    Returns:
-        None if the steps are too few, or enough for the limits in force.
+    It is None if these, which other parts of its profile have left, are too few, or enough for the
+    limits in force. Rounds are multiples of `turn`, the steps in which each loader process delivers
+    once.
     """
     most = (steps - search.warmup_steps) // 2
     if not least_timed(turn) <= most < search.max_steps:

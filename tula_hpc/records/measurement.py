@@ -306,11 +306,9 @@ Steps = TypeVar("Steps", float, "NDArray[np.float64]")
 
 
 def steps_of_epoch(batches: Steps, *, short_batch: bool) -> Steps:
-    """Return the steps of an epoch; a shorter last batch counts as a fraction of a step.
+    """Return the steps of an epoch; with `short_batch` a shorter last batch counts as a fraction.
 
-    Args:
-        batches: Samples of an epoch over samples of a batch; a number, or an array of any shape.
-        short_batch: See `Measurement`; False drops the shorter batch.
+    `batches` are the samples of an epoch over those of a batch.
     """
     return batches if short_batch else batches // 1
 

@@ -259,11 +259,7 @@ def write_plan(path: Path, plan: Plan) -> None:
 
 
 def read_plan(path: Path, has_trained: Callable[[], bool]) -> Plan:
-    """Read plan.json.
-
-    Args:
-        path: The file.
-        has_trained: Returns whether a training has begun; if not, the error offers another choice.
+    """Read plan.json; an error also offers another choice, unless a training `has_trained` with it.
 
     Raises:
         FileNotFoundError: The file does not exist.

@@ -67,20 +67,11 @@ def run_apart(
         return f"could not be started: {error.strerror or error}"
 
 
-def estimate(
-    sweep_file: Path, cluster_file: Path, timeout_s: float = TIMEOUT_S, *, partition: str = ""
-) -> Estimate:
-    """Run `tula footprint`; return the reason instead of raising if that fails.
-
-    Args:
-        sweep_file: The sweep.
-        cluster_file: The cluster, with its device and memory limit.
-        timeout_s: Give up after this many seconds.
-        partition: Name of one of the cluster's [[partitions]].
-    """
+def estimate(sweep_file: Path, cluster_file: Path, *, partition: str = "") -> Estimate:
+    """Run `tula footprint`; return the reason instead of raising if that fails."""
     inputs = [str(sweep_file), "--cluster", str(cluster_file), "--partition", partition, "--json"]
     command = [*start_of_python(), "-m", "tula_hpc.workloads.footprint", *inputs]
-    done = run_apart(command, timeout_s)
+    done = run_apart(command, TIMEOUT_S)
     if isinstance(done, str):
         return Estimate(None, f"the estimate {done}")
     if done.returncode != 0:

@@ -51,11 +51,10 @@ class StageProgress:
         self.done = 0.0
 
     def __enter__(self) -> StageProgress:
-        """Start showing."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop showing."""
+        pass
 
     def update(
         self,
@@ -121,14 +120,12 @@ class BarProgress(StageProgress):
         self.task = self.bar.add_task("", stage=stage, total=None)
 
     def __enter__(self) -> BarProgress:
-        """Start drawing."""
         self.bar.start()
         # rich has replaced both streams, and would interpret escape sequences in other output
         self.cleaning.enter_context(printable_output())
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave the bar as it is."""
         self.cleaning.close()
         self.bar.stop()
 

@@ -417,19 +417,14 @@ def _submit(
     alone: list[tuple[Configuration, ...]] = [(configuration,) for configuration in configurations]
     groups = [configurations] if part.spec.search.packed else alone
     nodes = allocated_nodes(part.spec, configurations)
-    outputs = [_new_output(part, nodes, group) for group in groups]
-    jobs = [
-        _job(part, nodes, group, output, trusted_batch)
-        for group, output in zip(groups, outputs, strict=True)
-    ]
-    data = [
-        {
-            "partition": part.partition,
-            "output": str(output.relative_to(part.run.root)),
-            "configurations": list(map(list, group)),
-        }
-        for group, output in zip(groups, outputs, strict=True)
-    ]
+    jobs = []
+    data = []
+    for group in groups:
+        output = _new_output(part, nodes, group)
+        jobs.append(_job(part, nodes, group, output, trusted_batch))
+        name = str(output.relative_to(part.run.root))
+        measured = list(map(list, group))
+        data.append({"partition": part.partition, "output": name, "configurations": measured})
     minutes = part.cluster.profile_minutes
     after = [before] if before else []
     # jobs beyond the site's limits are left to the next round

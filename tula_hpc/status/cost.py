@@ -28,11 +28,8 @@ def node_hour_price(
 ) -> float | None:
     """Return the price of a node-hour in `PricingSpec.currency`, None if unknown.
 
-    Args:
-        part: The nodes and their prices; one of `ClusterSpec.parts`, without partitions of its own.
-        peak_bytes: Memory that each worker uses, for the basis "memory".
-        watts: Measured power of a node, for the basis "energy" if the cluster file does not
-            give it.
+    `part` has no partitions of its own. `peak_bytes`, of each worker, are for the basis "memory",
+    `watts`, as measured, for the basis "energy" if the cluster file does not give them.
     """
     pricing = part.pricing
     if pricing.basis == "tres":
@@ -266,9 +263,7 @@ def _by_accounting(
         if job.stage == stage and job.job_id in accounted
     ]
     used = [(job_id, sum(run.node_seconds for run in runs)) for job_id, runs in known]
-    if not used:
-        return None
-    return _Use(_by_partition(facts, jobs, used), "sacct")
+    return _Use(_by_partition(facts, jobs, used), "sacct") if used else None
 
 
 def _by_partition(
@@ -304,9 +299,7 @@ def _estimated_training(facts: Facts, jobs: Sequence[JobStatus]) -> _Use | None:
                 facts, job, last_signs[job.job_id, job.submitted_at], is_newest
             )
             used.append((job.job_id, (job.nodes or 1) * seconds))
-    if not used:
-        return None
-    return _Use(_by_partition(facts, jobs, used), "events")
+    return _Use(_by_partition(facts, jobs, used), "events") if used else None
 
 
 def _local_seconds(facts: Facts, job: JobStatus, last_sign: float, is_newest: bool) -> float:
@@ -350,9 +343,7 @@ def _from_steps(facts: Facts, jobs: Sequence[JobStatus]) -> _Use | None:
         else:
             seconds = nodes.get(label, planned) * _steps_s(files)
         used[partition] = used.get(partition, 0.0) + seconds
-    if not used:
-        return None
-    return _Use(used, "steps")
+    return _Use(used, "steps") if used else None
 
 
 def _steps_s(files: TrainingFacts) -> float:

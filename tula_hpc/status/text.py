@@ -58,18 +58,12 @@ def status_text(status: RunStatus, width: int = 110) -> str:
         *_stages(status),
         *_job_lines(status),
         *_failure_lines(status.failures, status.words),
+        *_avoided_lines(status),
+        *_cost_lines(status.cost),
+        *_notes(status),
     ]
-    lines += [*_avoided_lines(status)]
-    lines += [*_cost_lines(status.cost), *_notes(status)]
-    return (
-        "\n".join(
-            [
-                f"{status.name} in {status.run_directory}",
-                *(_wrapped(*line, width) for line in lines),
-            ]
-        )
-        + "\n"
-    )
+    title = f"{status.name} in {status.run_directory}"
+    return "\n".join([title, *(_wrapped(*line, width) for line in lines), ""])
 
 
 def _notes(status: RunStatus) -> Iterator[LabelledLine]:

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import TracebackType
 
 from tula_hpc.files import write_out
 from tula_hpc.formatting import format_left, plural, printable, with_own_escapes
@@ -65,16 +64,10 @@ class ScreenDisplay:
         self.last: RunStatus | None = None
 
     def __enter__(self) -> ScreenDisplay:
-        """Start drawing."""
         self.live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Leave the last state on the screen, in full length."""
         self.live.stop()
         if self.last is not None:
