@@ -38,6 +38,9 @@ TITLE_LINE_IN = 0.2
 # characters in a row of a legend as wide as the figure, and characters that a mark takes there
 LEGEND_CHARACTERS = 78
 LEGEND_MARK = 6
+# height of a row of a legend, and rows for which every figure has room
+LEGEND_ROW_IN = 0.17
+LEGEND_ROWS = 3
 EDGE_IN = 0.09
 # quantities that span more than this factor get a logarithmic axis
 LOG_RATIO = 4
@@ -404,6 +407,8 @@ def legend(axes: Axes, keys: Sequence[Key], *, left: float = -0.09) -> int:
             handle.set(linewidth=7, alpha=0.25)
         handles.append(handle)
     columns = _columns([len(key.text) + LEGEND_MARK for key in keys])
+    rows = math.ceil(len(keys) / columns)
+    _make_room(axes, rows)
     axes.legend(
         handles,
         [key.text for key in keys],
@@ -414,7 +419,24 @@ def legend(axes: Axes, keys: Sequence[Key], *, left: float = -0.09) -> int:
         borderpad=0.2,
         handletextpad=0.5,
     )
-    return math.ceil(len(keys) / columns)
+    return rows
+
+
+def _make_room(axes: Axes, rows: int) -> None:
+    """Make the figure higher for a legend of many rows, so that its panels keep their size."""
+    figure = axes.figure
+    engine = figure.get_layout_engine()
+    more_in = LEGEND_ROW_IN * (rows - LEGEND_ROWS)
+    if (
+        more_in <= 0
+        or not isinstance(figure, Figure)
+        or not isinstance(engine, ConstrainedLayoutEngine)
+    ):
+        return
+    before_in = figure.get_figheight()
+    body_in = engine.get()["rect"][3] * before_in + more_in
+    figure.set_figheight(before_in + more_in)
+    engine.set(rect=(0, 0, 1, body_in / (before_in + more_in)))
 
 
 def _columns(characters: Sequence[int]) -> int:

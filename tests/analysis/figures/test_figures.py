@@ -985,6 +985,17 @@ def test_rows_of_a_legend_are_about_equally_long_and_fit(names: list[str], per_r
     assert max(vars(found)["_ncols"], 1) == per_row
 
 
+@pytest.mark.parametrize("count", [2, 17])
+def test_a_legend_of_many_rows_leaves_the_panel_its_height(count: int) -> None:
+    with styled():
+        figure, (axes,) = new_figure("long names", 3.7)
+        legend(axes, [Key(f"a variant with a name as long as this one, {number}", "o") for number in range(count)])
+        figure.draw_without_rendering()
+        height_in = axes.get_position().height * figure.get_figheight()
+        assert height_in > 2.5
+        assert figure.get_tightbbox().ymax <= figure.get_figheight() + 0.01
+
+
 @pytest.mark.parametrize("name", ["quickstart", "resnet50-imagenet-4-nodes_per-replica.2026-11-30-second-attempt_"])
 def test_the_first_page_of_the_pdf_has_room_for_long_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pages: list[Figure] = []
