@@ -404,7 +404,7 @@ def _why_none(table: StudyTable) -> str:
 
 def signed(share: float) -> str:
     """Return for example "−12 %"."""
-    return f"{100 * share:.0f} %".replace("-", "−")
+    return f"{round(100 * share)} %".replace("-", "−")
 
 
 def no_result(table: StudyTable) -> str:

@@ -19,6 +19,7 @@ from tula_hpc.analysis.study_results import (
     make_table,
     marks_of,
     seed_mean,
+    signed,
     within_one_deviation,
 )
 from tula_hpc.config import ClusterSpec, StudyCell, StudySpec, SweepSpec, check_together, load_sweep, study_column
@@ -405,6 +406,7 @@ def test_runs_that_diverged_are_reported_once_in_whole_sentences() -> None:
 def test_a_lead_that_rounds_to_zero_is_not_called_zero() -> None:
     message = verdict_of([0.7], [0.6], ags=[0.6502], lrs=[0.65])
     assert "Best is ags with 65.0 %, less than 0.1 points above lrs. How much of that" in message
+    assert [signed(share) for share in (-0.002, -0.12, 0.58)] == ["0 %", "−12 %", "58 %"]
 
 
 def test_where_no_method_came_through_nothing_is_said_to_be_missing() -> None:
