@@ -18,7 +18,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from signal import SIGKILL
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 # CLOCK_BOOTTIME, unlike CLOCK_MONOTONIC, goes on while the machine sleeps
 _STEADY = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
@@ -343,6 +343,11 @@ def failed_setup() -> str:
 def loaded_modules() -> list[str]:
     """Return the environment modules that are loaded in this shell, in order."""
     return [name for name in os.environ.get("LOADEDMODULES", "").split(":") if name]
+
+
+def can_redraw(stream: TextIO) -> bool:
+    """Tell whether what a stream has shown can be redrawn: not in a file, nor where TERM=dumb."""
+    return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def without_filters() -> dict[str, str]:

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.run_factory import CLUSTER_TOML, SWEEP_TOML, make_run, measurement
+from tula_hpc.env import can_redraw
 from tula_hpc.launch.slurm import JobState
 from tula_hpc.records import Configuration, JobNote, RunDirectory, append_record, write_atomically
+from tula_hpc.stages.context import BarProgress, stage_progress
 from tula_hpc.status.jobs import Answer
 from tula_hpc.status.run_files import read_facts
 from tula_hpc.status.run_status import RunStatus
@@ -98,6 +100,15 @@ def test_a_screen_is_drawn_in_place_and_its_last_state_stays(
     last = drawn.rpartition("\x1b[2K")[2]
     assert "waiting for Resources: enough nodes have to become free" in last
     assert "Priority" not in last
+
+
+@pytest.mark.parametrize("term", ["dumb", "xterm"])
+def test_a_terminal_that_cannot_redraw_gets_lines_as_a_log_does(monkeypatch: pytest.MonkeyPatch, term: str) -> None:
+    monkeypatch.setenv("TERM", term)
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert can_redraw(sys.stdout) == (term == "xterm")
+    assert isinstance(stage_progress("train"), BarProgress) == (term == "xterm")
 
 
 def test_watching_ends_with_its_reader(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

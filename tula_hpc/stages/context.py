@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tula_hpc.config import ClusterSpec, SweepSpec, local_batches
-from tula_hpc.env import unix_time
+from tula_hpc.env import can_redraw, unix_time
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import (
     command_line,
@@ -136,8 +136,8 @@ class BarProgress(StageProgress):
 
 
 def stage_progress(stage: str) -> StageProgress:
-    """Return a bar on a terminal, lines elsewhere."""
-    return BarProgress(stage) if sys.stderr.isatty() else StageProgress(stage)
+    """Return a bar on a terminal that can redraw it, lines elsewhere."""
+    return BarProgress(stage) if can_redraw(sys.stderr) else StageProgress(stage)
 
 
 def most_profiled(sweep: SweepSpec, workers_per_node: int) -> int | None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 
+from tula_hpc.env import can_redraw
 from tula_hpc.files import write_out
 from tula_hpc.formatting import format_left, plural, printable, with_own_escapes
 from tula_hpc.status.jobs import JobPhase, JobStatus
@@ -37,7 +38,7 @@ def watch(look: Callable[[], RunStatus], pause: Callable[[float], None] = time.s
     """
     last = 0
     try:
-        with ScreenDisplay() if sys.stdout.isatty() else nullcontext(LogDisplay()) as display:
+        with ScreenDisplay() if can_redraw(sys.stdout) else nullcontext(LogDisplay()) as display:
             looks = 0
             while True:
                 status = look()
