@@ -587,7 +587,12 @@ def test_an_entry_point_without_the_function_is_refused(here: Path, source: str,
         (
             {"search": {"cluster_sizes": [3], "min_batch": 32, "max_batch": 40}},
             {},
-            "s: search.min_batch: no batch between 32 and 40 gives each of 3 workers a power of two",
+            "s: search.min_batch: no batch between 32 and 40 is 3 workers times a power of two",
+        ),
+        (
+            {"search": {"cluster_sizes": [1], "min_batch": 33, "max_batch": 40}},
+            {},
+            "s: search.min_batch: no batch between 33 and 40 is 1 worker times a power of two",
         ),
     ],
 )  # fmt: skip
