@@ -75,6 +75,18 @@ def test_a_terminal_of_any_encoding_shows_all_of_it(encoding: str, monkeypatch: 
     assert "txt.exe" in shown
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_json_stays_json_whatever_the_encoding_lacks(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
+    monkeypatch.setattr(sys, "stdout", stream)
+    text = "ü – 北 😀"
+    with printable_output():
+        for output in (sys.stdout, with_own_escapes(sys.stdout)):
+            output.write(f"{json.dumps(text, ensure_ascii=False)}\n")
+    lines = stream.buffer.getvalue().decode(encoding).splitlines()
+    assert list(map(json.loads, lines)) == [text, text]
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_a_plan_and_a_bar_are_shown_on_a_terminal_that_lacks_their_dashes(
     encoding: str, monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ command that a message suggests can be run as printed (`command_line`).
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import io
 import math
@@ -350,6 +351,19 @@ def _escape(match: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 0x20 else f"\\u{code:04x}"
 
 
+def _in_json_escapes(error: UnicodeError) -> tuple[str, int]:
+    r"""Show characters that an encoding lacks as `\u2013`, so that JSON stays JSON."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    units = lacking.encode("utf-16-be", "surrogatepass").hex(" ", 2).split()
+    return "".join(f"\\u{unit}" for unit in units), error.end
+
+
+IN_ESCAPES = "tula_hpc.in_json_escapes"
+codecs.register_error(IN_ESCAPES, _in_json_escapes)
+
+
 def in_short_lines(text: str, most: int = MOST_LOG_LINE) -> str:
     """Cut each line after `most` characters."""
     lines = text.split("\n")
@@ -384,7 +398,7 @@ class _PrintableStream:
             shown = in_short_lines(shown, self.most)
         encoding = getattr(self.stream, "encoding", None) or "utf-8"
         with _named_output():
-            self.stream.write(shown.encode(encoding, "backslashreplace").decode(encoding))
+            self.stream.write(shown.encode(encoding, IN_ESCAPES).decode(encoding))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -434,14 +448,11 @@ def printable_output() -> Iterator[None]:
 
 
 def with_own_escapes(stream: TextIO) -> TextIO:
-    """Return the raw stream, for clean output with terminal escapes of its own.
-
-    Characters that its encoding lacks, as Latin-1 lacks dashes, are shown as `\u2013`.
-    """
+    """Return the raw stream, for clean output with terminal escapes of its own."""
     while isinstance(stream, _PrintableStream):
         stream = stream.stream
     if isinstance(stream, io.TextIOWrapper):
-        stream.reconfigure(errors="backslashreplace")
+        stream.reconfigure(errors=IN_ESCAPES)
     return stream
 
 
