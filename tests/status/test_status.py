@@ -1413,8 +1413,8 @@ def test_a_training_that_ended_is_compared_with_its_plan(tmp_path: Path, cluster
     assert (run_status.promise.actual_s, run_status.promise.verdict, run_status.promise.paid) == (5_400.0, "more", 12.0)
     text = re.sub(r"\s+", " ", text_of(run_status))
     assert "took 1 h 30 min, longer than the predicted 57 min to 1 h 3 min (90 %; expected 1 h)" in text
-    assert "cost 12.00 USD, predicted: 8 USD; by accounting" in text
-    assert "and 8 USD in all" in text, "one prediction has the same digits on both lines"
+    assert "cost 12.00 USD, predicted: 8.0 USD; by accounting" in text
+    assert "and 8.0 USD in all" in text, "one prediction has the same digits on both lines"
 
 
 PRICES: dict[str, dict[str, object]] = {
