@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import html.parser
+import itertools
 import json
 import os
 import re
@@ -253,6 +254,9 @@ def test_the_page_is_well_formed_and_self_contained(finished: Written) -> None:
     assert page.requests == ["data:,"]
     assert len(page.ids) == len(set(page.ids))
     assert page.tags.count("svg") == len(FIGURES)
+    # a figure is named by its title, so that this begins it
+    named = [after for tag, after in itertools.pairwise(page.tags) if tag == "figure"]
+    assert named == ["figcaption"] * page.tags.count("figcaption") == ["figcaption"] * len(FIGURES)
     assert "script" not in page.tags
 
 
