@@ -69,6 +69,9 @@ def _end(_number: int, _frame: FrameType | None) -> None:
 
 
 def _take_interrupts() -> None:
+    # only the main thread may set handlers
+    if threading.current_thread() is not threading.main_thread():
+        return
     # the end of a login session sends TERM: like after Ctrl-C, nothing is lost
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if signal.getsignal(signal.SIGINT) is _end:
