@@ -1320,16 +1320,19 @@ def test_the_cost_at_the_end_says_where_its_price_is_the_default(tmp_path: Path,
 
 def test_the_predicted_cost_has_the_same_digits_wherever_it_is_shown(tmp_path: Path) -> None:
     from tula_hpc.analysis.costs.training_bill import Compared, Source, TrainingBill
-    from tula_hpc.analysis.report.bill_text import bill_sentences
+    from tula_hpc.analysis.report.bill_text import bill_sentences, promised_amounts
     from tula_hpc.cli.pipeline import _cost
+    from tula_hpc.formatting import format_money
     from tula_hpc.stages.context import Sweep
 
     run = make_run(tmp_path / "run", stage="plan")
     sweep = Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run)
-    cost = Compared(0.0076, (0.004, 0.012), 0.0079)
+    cost = Compared(8.123, (4.0, 12.0), 9.0)
+    predicted = promised_amounts(cost, "USD")[0]
+    assert predicted != format_money(cost.expected), "its interval allows fewer digits"
     bill = TrainingBill(Compared(8.0, None, 8.0), {}, cost, "USD", Source.NOTES, runs=1, unknown_runs=0)
     for text in (" ".join(bill_sentences(bill)), _cost(sweep, run.read_plan(), bill)):
-        assert "0.008 USD was predicted" in text
+        assert f"{predicted} was predicted" in text
 
 
 def test_the_end_says_whether_fewer_epochs_are_fewer_steps(tmp_path: Path) -> None:
