@@ -28,6 +28,8 @@ PREDICTED = style.Key("predicted", marker="o", hollow=True, colour=COLOUR)
 EXTRAPOLATED = style.Key("extrapolated", marker="D", line="--", hollow=True, colour=COLOUR)
 # largest factor between a value and an end of its interval that the panel has to show
 MOST_WIDTH = 2.5
+# ratio of the ends of an interval above which the title gives both of them, not the value
+WIDE = 2.0
 # quantities that have three columns: the value, and both ends of its interval
 INTERVALS = (
     "step_time_s",
@@ -196,8 +198,9 @@ def _keys(curve: ScalingCurve) -> list[style.Key]:
 def finding(curve: ScalingCurve) -> str:
     """Return speed-up and efficiency on the most nodes in the measured range, and on the most.
 
-    Measured nodes "are" this fast, others "would be". For example "Strong scaling of batch 1,024: 4
-    nodes are 3.3 times as fast as 1 (efficiency 82 %), 16 would be 7.9 times as fast (50 %)".
+    Measured nodes "are" this fast, others "would be"; of a wide interval both ends are given. For
+    example "Strong scaling of batch 1,024: 4 nodes are 3.3 times as fast as 1 (efficiency 82 %), 16
+    would be 3.9 to 9.1 times as fast (24 to 57 %)".
     """
     within = [row for row in curve.rows[1:] if row.basis != "extrapolated"]
     last = curve.rows[-1]
@@ -220,9 +223,14 @@ def finding(curve: ScalingCurve) -> str:
 
 def _describe_gain(curve: ScalingCurve, row: ScalingRow, *, would: bool = False) -> str:
     factor = f"{format_number(row.speed_up.value, 2)} times "
+    efficiency = f"({100 * row.efficiency.value:.0f} %)"
     if factor == "1 times ":
         factor = ""
-    efficiency = f"({100 * row.efficiency.value:.0f} %)"
+    _, low, high = row.speed_up
+    if high > WIDE * low:
+        factor = f"{format_number(low, 2)} to {format_number(high, 2)} times "
+        ends = [f"{100 * end:.0f}" for end in row.efficiency[1:]]
+        efficiency = f"({' to '.join(ends)} %)"
     if curve.kind == "weak":
         return f"process {factor}as many samples {efficiency}"
     return f"{'be' if would else 'are'} {factor}as fast {efficiency}"

@@ -127,6 +127,12 @@ def test_nodes_that_gain_nothing_process_as_many_samples() -> None:
     assert words.endswith("2 nodes would process as many samples as 1 (efficiency 50 %)")
 
 
+def test_of_a_wide_interval_the_title_gives_both_ends() -> None:
+    vague = scaled_on(2, 0.6)._replace(speed_up=Interval(2.6, 1.3, 5.0), efficiency=Interval(1.3, 0.65, 2.5))
+    words = finding(ScalingCurve("strong", 256, [scaled_on(1, 1.0), vague]))
+    assert words.endswith("2 nodes are 1.3 to 5 times as fast as 1 (efficiency 65 to 250 %)")
+
+
 DELTAS = {f"d{delta}": {"training": {"method": "ags", "delta": delta}} for delta in (0.1, 0.4, 2.0)}
 
 
