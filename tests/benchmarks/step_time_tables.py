@@ -39,7 +39,7 @@ class Table(NamedTuple):
 
 
 def read_tables() -> Iterator[tuple[str, str, Table]]:
-    """Yield cluster, workload and rows; only placements with the same number of GPUs on each node."""
+    """Yield cluster, workload and rows; only placements whose mean number of GPUs per node is whole."""
     for workload in WORKLOADS:
         trace = read_trace(workload)
         rows = np.stack([trace.nodes, trace.per_node, trace.local_batch, trace.step_s], axis=1)
