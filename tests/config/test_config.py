@@ -93,6 +93,7 @@ def complaint(load: Load, content: str | bytes, overrides: Sequence[str] = ()) -
         ("[search]\nmin_batch = 64\nmax_batch = 32", "search.min_batch: 64 is above max_batch = 32"),
         ("[search]\nmin_steps = 300", "search.min_steps: 300 is above max_steps = 200"),
         ("[training]\ns_min = 2.0\ns_max = 1.0", "training.s_min: 2.0 is above s_max = 1.0"),
+        ('[training]\nlog_to = ["wandb", "wandb"]', "training.log_to: expected each tracker once"),
         ('[objective]\nkind = "fast"', r"objective\.kind: expected 'knee', .* or 'weighted', got \"fast\""),
         ('[objective]\ndeadline_hours = "soon"', r'objective\.deadline_hours: expected hours, .* "12h", .*got "soon"'),
         ("[objective]\nbudget = 0", "objective.budget: expected more than 0, got 0"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal, NamedTuple, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tula_hpc.config.validation import Needs, Spec
 
@@ -199,6 +199,13 @@ class TrainingSpec(Spec):
     """Time that step times lie outside the prediction's interval before an event is recorded."""
     observe_gradients: Annotated[bool, UNADAPTED] = True
     """Log norm, change and noise of gradients even if the method does not use them."""
+
+    @field_validator("log_to")
+    @classmethod
+    def _each_once(cls, value: tuple[TrackerName, ...]) -> tuple[TrackerName, ...]:
+        if len(set(value)) != len(value):
+            raise ValueError("expected each tracker once")
+        return value
 
     @property
     def ags(self) -> AgsOptions:
