@@ -157,6 +157,18 @@ def test_what_a_script_may_do_is_no_hindrance(how: str, tmp_path: Path) -> None:
     assert outcome.message.result["others"] == (["Adam of Linear"] if how == "has two optimizers" else [])
 
 
+def test_optimizers_that_step_together_are_measured_as_one(tmp_path: Path) -> None:
+    outcome = misbehave("has partners", tmp_path)
+    measured = measurement_of(outcome)
+    assert (outcome.message.result["optimizer"], outcome.message.result["others"]) == ("SGD and AdamW", [])
+    # one momentum of 32 weights, two averages of 4 and a count of steps
+    assert measured.memory is not None
+    assert measured.memory.optimizer_bytes == 4 * (32 + 2 * 4 + 1)
+    # the step of the second one is no wait for data, though the script loads none by a loader
+    assert measured.times is not None
+    assert measured.times.data_time_s < measured.times.optimizer_time_s
+
+
 @pytest.mark.parametrize("accumulation", [4, None])
 def test_steps_are_measured_once_they_take_no_more_passes(accumulation: int | None, tmp_path: Path) -> None:
     (outcome,) = profiled(MISBEHAVING, ("accumulates more", str(BATCH)), tmp_path, accumulation=accumulation)
@@ -291,6 +303,17 @@ def test_tensors_of_a_kind_of_their_own_are_not_compared_with_what_is_kept() -> 
     optimizer.state[model.weight] = {"momentum_buffer": few}
     kept = SimpleNamespace(state_dict=lambda: {"few": few, "weight": model.weight}, load_state_dict=print)
     assert not lacking_in({"all": kept}, model, optimizer)
+
+
+def test_each_optimizer_that_steps_has_to_be_kept() -> None:
+    model = nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD([model.weight], 0.1, momentum=0.9), torch.optim.AdamW([model.bias])]
+    torch.autograd.backward(model(torch.randn(3, 2)).square().mean())
+    for optimizer in optimizers:
+        optimizer.step()
+    kept = {"model": model, "optimizer": optimizers[0]}
+    assert lacking_in(kept, model, *optimizers).startswith("the state of the AdamW that takes the steps would begin an")
+    assert not lacking_in(kept | {"other": optimizers[1]}, model, *optimizers)
 
 
 def test_a_profile_refuses_to_keep_what_has_no_state() -> None:

@@ -106,6 +106,18 @@ def test_epochs_end_with_their_last_whole_batch(tmp_path: Path, clock: Clock) ->
     assert [row.epoch for row in rows.steps] == [1.0, 2.0]
 
 
+def test_further_optimizers_of_a_step_are_no_wait_for_batches(tmp_path: Path, clock: Clock) -> None:
+    """A script that loads in its own way is taken to load from a step's end to the next forward pass."""
+    watched = WatchedTraining(tmp_path, clock, samples=10**6)
+    partner = torch.optim.SGD([torch.zeros(2)], 0.1)
+    for _ in range(2 * 3):
+        watched.step()
+        clock.now += 0.5
+        watched.training.partner_stepped(partner)
+    row = watched.metrics().steps[-1]
+    assert (row.step_time_s, row.data_time_s) == (WAIT_S + STEP_S + 0.5, WAIT_S)
+
+
 def test_steps_are_timed_on_the_gpu_of_the_model(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that names its GPU may never select it, so that torch's current GPU is another worker's."""
     gpu, waited = torch.device("cuda", 1), list[torch.device]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 
 from tests.forked import start_workers
 from tula_hpc.attach.hooks.passes import Listener
 from tula_hpc.attach.hooks.step_hooks import Hooks
 from tula_hpc.attach.train.script_scaling import ScriptScaling
+from tula_hpc.batches import tensors_of
 from tula_hpc.config import SweepSpec
 from tula_hpc.ddp.methods import ReferenceBatch, scaling_options
 from tula_hpc.errors import InputError
@@ -76,6 +78,12 @@ class Driver(Listener):
     def step_ends(self) -> None:
         self.scaling.step_ends()
         self.steps += 1
+
+    def partner_ready(self, optimizer: Optimizer) -> None:
+        self.scaling.partner_ready(optimizer)
+
+    def partner_stepped(self, optimizer: Optimizer) -> None:
+        self.scaling.partner_stepped()
 
 
 def by_hooks(rank: int, name: str, *, clip: bool = False) -> tuple[list[Tensor], dict[str, float]]:
@@ -235,3 +243,142 @@ def test_before_the_first_step_of_a_start_the_state_is_that_of_the_last_one() ->
     scaling = Driver(spec(1, {"method": "ags"})).scaling
     scaling.load_state_dict({"steps": 3})
     assert scaling.state_dict() == {"steps": 3}
+
+
+# without smoothing a step's factors follow from its own gradients: those before a partner was known do not matter
+TOGETHER: dict[str, Any] = {
+    "sgd": (partial(SGD, lr=0.1, momentum=0.9), {"method": "ags", "smoothing": 0.0}),
+    "adamw": (partial(AdamW, lr=0.01), {"method": "ags", "smoothing": 0.0}),
+    "model": (partial(SGD, lr=0.1), {"method": "ags", "smoothing": 0.0, "granularity": "model"}),
+    "static": (partial(SGD, lr=0.1), {"method": "static", "gate": "none"}),
+}
+
+
+def with_optimizers(rank: int, folder: Path, name: str, makes: Sequence[Any], shares: Sequence[slice]) -> None:
+    """Train by hooks with an optimizer for each share of the parameters; save weights and metrics."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{name}", rank=rank, world_size=WORKERS)
+    driver = Driver(spec(1, TOGETHER[folder.name][1]))
+    driver.hooks.install()
+    model, inputs, targets = model_and_data(rank)
+    parallel = DistributedDataParallel(model)
+    parameters = list(model.parameters())
+    optimizers = [make(parameters[share]) for make, share in zip(makes, shares, strict=True)]
+    for step in range(STEPS):
+        parallel.zero_grad()
+        passes(parallel, inputs[step], targets[step], 1)
+        for optimizer in optimizers:
+            optimizer.step()
+    metrics = driver.scaling.readings.step_metrics(STEPS)
+    torch.save({"weights": [p.detach() for p in parameters], "metrics": metrics}, folder / f"{name}-{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def all_by_one(rank: int, folder: Path) -> None:
+    with_optimizers(rank, folder, "one", [TOGETHER[folder.name][0]], [slice(None)])
+
+
+def each_by_its_own(rank: int, folder: Path) -> None:
+    make = TOGETHER[folder.name][0]
+    with_optimizers(rank, folder, "several", [make] * 3, [slice(1), slice(1, 3), slice(3, None)])
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_optimizers_that_step_together_scale_as_a_single_one_of_all_parameters_bit_for_bit(
+    tmp_path: Path, name: str
+) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    start_workers(WORKERS, all_by_one, folder)
+    start_workers(WORKERS, each_by_its_own, folder)
+    for rank in range(WORKERS):
+        one, several = (torch.load(folder / f"{each}-{rank}.pt") for each in ("one", "several"))
+        assert all(map(torch.equal, one["weights"], several["weights"]))
+        assert one["metrics"] == several["metrics"]
+        assert one["metrics"]["scale_max"] > 1.0
+
+
+HALF = STEPS // 2
+
+
+def parts_of(rank: int, folder: Path) -> None:
+    """Train the steps up to the half, those from there on, or all, with AdamW for a part and SGD for the rest."""
+    part = folder.name
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORKERS)
+    driver = Driver(spec(1, {"method": "ags"}))
+    driver.hooks.install()
+    model, inputs, targets = model_and_data(rank)
+    parallel = DistributedDataParallel(model)
+    first, *others = model.parameters()
+    optimizers = [AdamW(others, lr=0.01), SGD([first], lr=0.1, momentum=0.9)]
+    kept: list[Any] = [model, *optimizers, driver.scaling]
+    if part == "rest":
+        for thing, state in zip(kept, torch.load(folder.parent / "begun" / f"{rank}.pt"), strict=True):
+            thing.load_state_dict(state)
+        driver.steps = HALF
+    for step in {"begun": range(HALF), "rest": range(HALF, STEPS), "whole": range(STEPS)}[part]:
+        parallel.zero_grad()
+        passes(parallel, inputs[step], targets[step], 1)
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.save([thing.state_dict() for thing in kept], folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_optimizers_that_step_together_go_on_bit_for_bit(tmp_path: Path) -> None:
+    for part in ("begun", "rest", "whole"):
+        (tmp_path / part).mkdir()
+        start_workers(WORKERS, parts_of, tmp_path / part)
+    for rank in range(WORKERS):
+        ends = [list(tensors_of(torch.load(tmp_path / part / f"{rank}.pt"))) for part in ("rest", "whole")]
+        assert len(ends[0]) == len(ends[1]) > 20
+        assert all(map(torch.equal, *ends))
+
+
+def with_sparse_gradients(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORKERS)
+    driver = Driver(spec(1, {"method": "ags"}))
+    driver.hooks.install()
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(8, 4))
+    parallel = DistributedDataParallel(model)
+    embedding, *others = model.parameters()
+    optimizers = [SGD(others, lr=0.1), SparseAdam([embedding])]
+    before = embedding.detach().clone()
+    for _ in range(3):
+        parallel.zero_grad()
+        torch.autograd.backward(parallel(torch.randint(9, (BATCH, 2))).square().mean())
+        for optimizer in optimizers:
+            optimizer.step()
+    assert not torch.equal(before, embedding)
+    assert driver.hooks.partners.found == optimizers[1:]
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_partners_sparse_gradients_are_left_as_they_are(tmp_path: Path) -> None:
+    start_workers(WORKERS, with_sparse_gradients, tmp_path)
+
+
+def grows(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORKERS)
+    driver = Driver(spec(1, {"method": "ags"}))
+    driver.hooks.install()
+    model, inputs, targets = model_and_data(rank)
+    parallel = DistributedDataParallel(model)
+    head, *others = reversed(list(model.parameters()))
+    optimizer = SGD([head], lr=0.1)
+    for step in range(STEPS):
+        if step == 2:
+            optimizer.add_param_group({"params": others})
+        parallel.zero_grad()
+        passes(parallel, inputs[step], targets[step], 1)
+        optimizer.step()
+    assert driver.scaling.scaling is not None
+    assert all(factor is not None for factor in driver.scaling.scaling.gradscale)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_script_may_give_its_optimizer_more_parameters(tmp_path: Path) -> None:
+    start_workers(WORKERS, grows, tmp_path)

@@ -59,6 +59,9 @@ class Recorder(Listener):
     def step_ends(self) -> None:
         self.calls.append("step")
 
+    def partner_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        self.calls.append("partner")
+
     def trains_anew(self, missed: int = 0) -> bool:
         self.calls.append(f"again {missed}")
         return self.calls.count("step") < 5
@@ -354,6 +357,32 @@ def with_parts_of_a_model() -> None:
         for optimizer in optimizers:
             optimizer.step()
     backward(model, 6)
+
+
+def with_turns() -> None:
+    """Train two networks of one wrapped module by turns, as a GAN does."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
+    optimizers = [torch.optim.Adam(part.parameters()) for part in model.module]
+    for optimizer in 2 * optimizers:
+        backward(model, 3)
+        optimizer.step()
+
+
+def with_partners() -> None:
+    """Give a model's matrix and its bias optimizers of their own, one of which does not step each time."""
+    model = nn.Linear(4, 2)
+    matrix, bias = torch.optim.SGD([model.weight], 0.1), torch.optim.Adam([model.bias])
+    backward(model, 3)
+    matrix.step()
+    bias.step()
+    # as Lightning steps, with a closure that does nothing
+    bias.step(lambda: 0.0)
+    matrix.step()
+    backward(model, 3)
+    bias.step()
+    matrix.step()
+    bias.step()
 
 
 def with_loaders() -> None:
@@ -747,7 +776,9 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
     "with two stages": (with_two_stages, "ready step, forward 3 forward 2 ready step"),
     "with a generator": (with_a_generator, "ready step, begin batch forward 3 batch forward 3 ready step"),
     "with a teacher": (with_a_teacher, "forward 3 anew ready step, forward 3 ready step"),
-    "with parts of a model": (with_parts_of_a_model, "ready step, anew ready step, forward 6"),
+    "with parts of a model": (with_parts_of_a_model, "ready step, anew ready step partner, forward 6"),
+    "with turns": (with_turns, "forward 3 ready step, forward 3 forward 3 ready step, forward 3"),
+    "with partners": (with_partners, "ready step partner partner, ready step, forward 3 ready step partner"),
     "with loaders": (
         with_loaders,
         "begin batch ready step, batch forward 3 ready step, "

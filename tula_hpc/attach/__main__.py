@@ -13,7 +13,7 @@ observations are printed.
 `--json`, before the script, prints one JSON object with these keys:
 
     schema_version
-    model, optimizer     names of their classes
+    model, optimizer     names of their classes; "and" joins optimizers that step together
     wrapped              whether the model is in DistributedDataParallel
     others               optimizers whose steps are not counted, with the classes of their models
     forward_batch        samples in a forward pass; 0: unknown

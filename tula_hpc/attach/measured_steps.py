@@ -13,7 +13,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -93,9 +92,11 @@ class MeasuredSteps(Mode):
         self._forwards = 0
         # backward passes before this step
         self._backward_before = 0
-        # the script's own learning rates while those in force are 0; None at other times
-        self._rates: list[Any] | None = None
+        # groups whose learning rates are 0 now, each with its own rate
+        self._rates: list[tuple[dict[str, Any], Any]] = []
         self._updating_since = 0.0
+        # seconds of the steps of partners since the last step
+        self._partners_s = 0.0
         self._ended_at = 0.0
         # when the present step began: when the last one ended, or the pause after it
         self._began_at = 0.0
@@ -162,29 +163,49 @@ class MeasuredSteps(Mode):
 
     def gradients_ready(self) -> None:
         """Set the learning rates to 0, so that the weights stay as they are."""
+        if self.hooks.optimizer is not None:
+            self._begin_update(self.hooks.optimizer)
+
+    def partner_ready(self, optimizer: Optimizer) -> None:
+        """Do the same for an optimizer that steps along with the one that counts."""
+        self._begin_update(optimizer)
+
+    def partner_stepped(self, optimizer: Optimizer) -> None:
+        """Add the time of its step to the optimizers'; only now does the wait for a batch begin."""
+        self._partners_s += self._end_update()
+        self.waits.launched()
+        self._ended_at = time.perf_counter()
+
+    def _begin_update(self, optimizer: Optimizer) -> None:
         if self.optimizer_s is not None:
             self.synchronize_device()
             self._updating_since = time.perf_counter()
-        groups = self._groups()
         # they are still 0 after a step that failed before its end
-        if self._rates is not None:
+        if self._rates:
             return
-        self._rates = [group.get("lr") for group in groups]
-        for group, rate in zip(groups, self._rates, strict=True):
-            if isinstance(rate, Tensor):
-                group["lr"] = torch.zeros_like(rate)
-            elif rate is not None:
-                group["lr"] = 0.0
+        for group in optimizer.param_groups:
+            rate = group.get("lr")
+            if rate is not None:
+                self._rates.append((group, rate))
+                group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+
+    def _end_update(self) -> float:
+        """Restore the learning rates; return the update's seconds, 0 if they are not timed."""
+        seconds = 0.0
+        if self.optimizer_s is not None:
+            self.synchronize_device()
+            seconds = time.perf_counter() - self._updating_since
+        for group, rate in self._rates:
+            group["lr"] = rate
+        self._rates.clear()
+        return seconds
 
     def step_ends(self) -> None:
         """Restore learning rates and synchronization, and go on with the profile."""
+        seconds = self._end_update()
         if self.optimizer_s is not None:
-            self.synchronize_device()
-            self.optimizer_s.append(time.perf_counter() - self._updating_since)
-        for group, rate in zip(self._groups(), self._rates or (), strict=False):
-            if rate is not None:
-                group["lr"] = rate
-        self._rates = None
+            self.optimizer_s.append(seconds + self._partners_s)
+        self._partners_s = 0.0
         if self.unsynchronized and isinstance(self.hooks.model, DistributedDataParallel):
             _synchronize_again(self.hooks.model)
         # a model without a wrapper is only known from the end of the first step on
@@ -270,9 +291,6 @@ class MeasuredSteps(Mode):
         """Do the profile's work between this step and the next."""
         raise NotImplementedError
 
-    def _groups(self) -> list[dict[str, Any]]:
-        return self.hooks.optimizer.param_groups if self.hooks.optimizer else []
-
     def _end_of_pause(self) -> None:
         if self._apart.is_pause(self.steps):
             self.synchronize_device()
@@ -310,9 +328,19 @@ class MeasuredSteps(Mode):
     def _model_name(self) -> str:
         return name_of(self.found[0])
 
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizer whose steps count, and those that step along with it."""
+        return [self.found[1], *self.hooks.partners.found]
+
+    @property
+    def not_counted(self) -> list[Optimizer]:
+        """Optimizers whose steps are not part of those that count."""
+        return [each for each in self.hooks.others if each not in self.hooks.partners.found]
+
     def _others(self) -> list[str]:
         """Return the optimizers that do not count, with their models as far as these are known."""
-        names = ((type(each).__name__, model_of(each)) for each in self.hooks.others)
+        names = ((type(each).__name__, model_of(each)) for each in self.not_counted)
         return [" of ".join(filter(None, each)) for each in names]
 
     def meet(self) -> None:
@@ -353,7 +381,7 @@ class MeasuredSteps(Mode):
     def check_kept(self) -> None:
         """Refuse a script that keeps too little of its training. Collective."""
         # a checkpoint has the states of rank 0
-        lacking = self._peers.texts(lacking_in(kept_things(), *self.found))[0]
+        lacking = self._peers.texts(lacking_in(kept_things(), self.found[0], *self.optimizers))[0]
         if lacking:
             raise InputError(lacking, source="tula.keep")
 
@@ -445,29 +473,3 @@ def _synchronize_again(model: DistributedDataParallel) -> None:
         handle = model.register_forward_hook(restore_after_pass)
     else:
         restore()
-
-
-@contextlib.contextmanager
-def captured(parameters: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
-    """Yield a list that holds copies of the gradients that backward passes leave.
-
-    They are this worker's own, before clipping, unscaling or anything else changes them. Unlike a
-    communication hook of DDP's, this takes nothing away from the script.
-    """
-    found: list[Tensor | None] = [None] * len(parameters)
-    handles = []
-
-    def note(index: int, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            found[index] = parameter.grad.detach().float().clone()
-
-    for index, parameter in enumerate(parameters):
-        hook = partial(note, index)
-        handles.append(
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call] # torch's
-        )
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()

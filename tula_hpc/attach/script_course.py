@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
+from torch import Tensor
 
-from tula_hpc.attach.measured_steps import captured
 from tula_hpc.gradients.reference_gradient import flatten
 from tula_hpc.profiling.measured_rounds import Course, without
 from tula_hpc.profiling.meters import ProcessorSeconds
@@ -118,7 +120,7 @@ class ScriptCourse(Course):
         worker.unsynchronized = world > 1
         with captured(worker.parameters) as gradients:
             for _ in range(min(PASSES, in_time)):
-                own: list[torch.Tensor] = []
+                own: list[Tensor] = []
                 for _ in range(steps):
                     yield
                     own.append(flatten(gradients, worker.parameters))
@@ -126,3 +128,29 @@ class ScriptCourse(Course):
                 norms.append(shared_norms(worker, sum(own[1:], own[0]), squares, steps))
         worker.unsynchronized = False
         self.noise = estimate_from(norms, batch, batch * world * steps)
+
+
+@contextlib.contextmanager
+def captured(parameters: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
+    """Yield a list that holds copies of the gradients that backward passes leave.
+
+    They are this worker's own, before clipping, unscaling or anything else changes them. Unlike a
+    communication hook of DDP's, this takes nothing away from the script.
+    """
+    found: list[Tensor | None] = [None] * len(parameters)
+    handles = []
+
+    def note(index: int, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            found[index] = parameter.grad.detach().float().clone()
+
+    for index, parameter in enumerate(parameters):
+        hook = partial(note, index)
+        handles.append(
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call] # torch's
+        )
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -157,7 +157,7 @@ class ScriptProfile(MeasuredSteps):
         if steps:
             shorter["identity"] = self._identity().model_dump(mode="json")
         remedy = ""
-        if steps == 0 and self.hooks.others:
+        if steps == 0 and self.not_counted:
             when = self._uncounted()
         elif steps == 0:
             when = " before its first optimizer step"
@@ -167,7 +167,7 @@ class ScriptProfile(MeasuredSteps):
             )
         else:
             when = f" after {plural(steps, 'optimizer step')}, before it was measured"
-            if self.hooks.others:
+            if self.not_counted:
                 when += f"; steps of others were not counted: {', '.join(self._others())}"
             remedy = self._remedy()
         return ProcessMessage(
@@ -265,7 +265,7 @@ class ScriptProfile(MeasuredSteps):
         asked = self.settings.forward_batch
         parts = self.settings.accumulation
         batch = self._batch()
-        other = next(filter(None, map(model_of, self.hooks.others)), "")
+        other = next(filter(None, map(model_of, self.not_counted)), "")
         to_count = other and counting(other, self.spec.mode)
         if passes == 0:
             repeated = self.hooks.has_repeated
@@ -350,10 +350,11 @@ class ScriptProfile(MeasuredSteps):
         identity = self._identity()
         share = batch_share(self.forward_samples, settings.forward_batch, self.loader_mean)
         found = describe(self.configuration, settings.cluster, self.env) | self.course.measured()
-        model, optimizer = self.found
+        model, _ = self.found
+        used = self.memory.use(model, self.parameters, *self.optimizers)
         return Measurement(
             status="ok",
-            memory=largest_over_workers(self, self.memory.use(model, self.parameters, optimizer)),
+            memory=largest_over_workers(self, used),
             watts_per_node=self.power.mean(),
             dataset_samples=settings.samples,
             # a script that takes several passes in a step may leave out the last ones of an epoch
@@ -404,11 +405,10 @@ class ScriptProfile(MeasuredSteps):
         )
 
     def _seen(self) -> dict[str, Any]:
-        model, optimizer = self.hooks.model, self.hooks.optimizer
         return {
             "model": self._model_name(),
-            "wrapped": isinstance(model, DistributedDataParallel),
-            "optimizer": type(optimizer).__name__,
+            "wrapped": isinstance(self.hooks.model, DistributedDataParallel),
+            "optimizer": " and ".join(type(each).__name__ for each in self.optimizers),
             "others": self._others(),
             "forward_batch": self._batch(),
             "accumulation": self.step_passes.usual,

@@ -298,6 +298,6 @@ class Session:
 def _which_counts(result: dict[str, Any]) -> str:
     others = ", ".join(result["others"])
     return (
-        f"steps of {result['optimizer']}, which trains {result['model']}, are counted, those of "
-        f"{others} are not (workload.counted_model chooses another model)"
+        f"steps of {result['optimizer']} on {result['model']} are counted, those of {others} are "
+        "not (workload.counted_model chooses another model)"
     )

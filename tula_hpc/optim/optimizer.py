@@ -67,7 +67,7 @@ class Statistics(NamedTuple):
     share: float
 
 
-class _Look(NamedTuple):
+class Look(NamedTuple):
     """Gradients of one step."""
 
     # by parameter
@@ -169,7 +169,7 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         self.steps = self._steps_since_update = self._steps_since_statistics = 0
         self._looked_for_factors = False
         # between `before_step` and `after_step`: gradients, and parameters before the step
-        self._unfinished: tuple[_Look | None, dict[Tensor, Tensor]] = (None, {})
+        self._unfinished: tuple[Look | None, dict[Tensor, Tensor]] = (None, {})
 
     @property
     def small_batch(self) -> int:
@@ -473,7 +473,7 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
             self.base.step()
             self._scale_update(look, before)
             return None
-        looks: list[_Look | None] = []
+        looks: list[Look | None] = []
 
         def evaluate() -> float:
             loss = closure()
@@ -498,17 +498,17 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
             self._scale_gradients(look)
             self.base.step()
 
-    def _scale_gradients(self, look: _Look | None) -> None:
+    def _scale_gradients(self, look: Look | None) -> None:
         if look is not None:
             with torch.no_grad():
                 multiply_where(
                     look.share, list(look.gradients.values()), list(self._factors(look).values())
                 )
 
-    def _factors(self, look: _Look) -> dict[Tensor, Tensor | None]:
+    def _factors(self, look: Look) -> dict[Tensor, Tensor | None]:
         return {parameter: self._scale.factor(parameter) for parameter in look.gradients}
 
-    def _scale_update(self, look: _Look | None, before: Mapping[Tensor, Tensor]) -> None:
+    def _scale_update(self, look: Look | None, before: Mapping[Tensor, Tensor]) -> None:
         if look is not None:
             moved = [parameter for parameter in look.gradients if parameter in before]
             with torch.no_grad():
@@ -523,7 +523,7 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         with torch.no_grad():
             return copies(wanted)
 
-    def _look(self) -> _Look | None:
+    def _look(self) -> Look | None:
         """Look at gradients before scaling: norms, new factors, the gate; None: no gradients."""
         parameters = self.parameters()
         gradients = dense_gradients(parameters)
@@ -537,7 +537,7 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
                 self._steps_since_update = 0
             share = self._sensitivity.observe(norm_squared / self._shortened**2, self._warm_share)
             self._shortened = 1.0
-            return _Look(gradients, share)
+            return Look(gradients, share)
 
     def _norms(
         self, parameters: Sequence[Tensor], gradients: Mapping[Tensor, Tensor]

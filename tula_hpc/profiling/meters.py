@@ -237,12 +237,12 @@ class MemoryMeter:
             self.peak_bytes = max(0, process - self.baseline_bytes)
             self.reserved_bytes = process
 
-    def use(self, model: nn.Module, trained: Iterable[Tensor], optimizer: Optimizer) -> MemoryUse:
+    def use(self, model: nn.Module, trained: Iterable[Tensor], *optimizers: Optimizer) -> MemoryUse:
         """Return the metered memory with the sizes of its known parts.
 
         `trained` are the model's parameters with a gradient.
         """
-        states = bytes_of(tensors_of(own_states(optimizer)))
+        states = {each: bytes_of(tensors_of(own_states(each))) for each in optimizers}
         return MemoryUse(
             peak_bytes=self.peak_bytes,
             reserved_bytes=self.reserved_bytes,
@@ -253,8 +253,8 @@ class MemoryMeter:
             ooms=self.short["num_ooms"],
             parameter_bytes=bytes_of(model.parameters()),
             gradient_bytes=bytes_of(trained),
-            optimizer_bytes=states,
-            sharded_bytes=states if is_divided(optimizer) else 0,
+            optimizer_bytes=sum(states.values()),
+            sharded_bytes=sum(size for each, size in states.items() if is_divided(each)),
         )
 
 

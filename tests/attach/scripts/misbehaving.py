@@ -277,6 +277,22 @@ def has_two_optimizers() -> None:
             parts[1].step()
 
 
+def has_partners() -> None:
+    """Give the bias an optimizer of its own, which steps slowly along with that of the weights."""
+    model, _ = build()
+    weight, bias = model.parameters()
+    optimizers = [torch.optim.SGD([weight], 0.1, momentum=0.9), torch.optim.AdamW([bias])]
+    optimizers[1].register_step_pre_hook(lambda *_: time.sleep(0.01))
+    before = [parameter.detach().clone() for parameter in (weight, bias)]
+    while True:
+        model.zero_grad()
+        model(torch.randn(BATCH, 8)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        if not all(map(torch.equal, before, (weight, bias))):
+            raise ValueError("a profile has changed the model")
+
+
 def loads(*, shares: bool) -> None:
     model, optimizer = build()
     dataset = TensorDataset(torch.randn(1000, 8))
@@ -511,6 +527,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "keeps models in a dict": keeps_models_in_a_dict,
     "trains no module": trains_no_module,
     "has two optimizers": has_two_optimizers,
+    "has partners": has_partners,
     "catches": catches,
     "handles TERM": handles_term,
     "handles TERM and hangs": lambda: handles_term(then=lambda step: time.sleep(600 if step == 3 else 0)),

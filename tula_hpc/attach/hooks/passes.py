@@ -57,6 +57,12 @@ class Listener:
     def step_ends(self) -> None:
         """Note that the optimizer has changed the parameters."""
 
+    def partner_ready(self, optimizer: Optimizer) -> None:
+        """Note that a partner of the optimizer that counts is about to step; see `Partners`."""
+
+    def partner_stepped(self, optimizer: Optimizer) -> None:
+        """Note that a partner has stepped: the step that counts has gone on until now."""
+
     def asked(self) -> Collection[int]:
         """Return the numbers of samples that a forward pass is expected to have; empty: unknown."""
         return ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -97,6 +98,28 @@ def at_first_call(modules: Iterable[nn.Module], then: Callable[..., None]) -> No
         then(*call)
 
     handles += [before_forward(module, begin) for module in modules]
+
+
+def after_closure(args: tuple[Any, ...], kwargs: Any, then: Callable[[int], None]) -> Any:
+    """Call a function after each call of the closure in a step's arguments; return the new ones.
+
+    The function gets the number of calls so far. Without a closure it is called at once, with 0.
+    """
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        then(0)
+        return None
+    calls = itertools.count(1)
+
+    @wraps(closure)
+    def watched_closure() -> Any:
+        loss = closure()
+        then(next(calls))
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": watched_closure}
+    return (args[0], watched_closure, *args[2:]), kwargs
 
 
 def around_next(note: Callable[[object, object], None], listener: Any) -> None:

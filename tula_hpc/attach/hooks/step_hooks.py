@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,9 +42,11 @@ from tula_hpc.attach.hooks.find_model import (
     size_of,
     trained_parameters,
 )
+from tula_hpc.attach.hooks.partners import Partners
 from tula_hpc.attach.hooks.passes import BackwardPasses, Forwards, Listener, Source, Sources
 from tula_hpc.attach.hooks.patches import (
     after,
+    after_closure,
     around_next,
     at_first_call,
     before,
@@ -70,7 +72,8 @@ class Hooks:
         model: The model as the script calls it; None until it is known.
         inner_model: That model without DistributedDataParallel around it.
         optimizer: The optimizer whose steps count; None before its first step.
-        others: Optimizers whose steps do not count.
+        others: Other optimizers that have stepped.
+        partners: Those of them that step along with it.
         backward: Counter of backward passes.
         has_repeated: A pass took the same batch as the pass before, and was not counted.
         further_steps: Steps of `others` since the last step that counts.
@@ -91,6 +94,7 @@ class Hooks:
         self._forward_hook: RemovableHandle | None = None
         self._forwards = Forwards()
         self.backward = BackwardPasses(listener.refuse)
+        self.partners = Partners(listener, self.backward)
         self._sources = Sources()
         # iterators that have given a batch since the last step, by id, the latest last
         self._given: dict[int, Source] = {}
@@ -342,32 +346,20 @@ class Hooks:
             self.listener.loading_begins(loader)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> Any:
-        if optimizer is not self.optimizer and not self._counts(optimizer):
-            self.further_steps += 1
-            return None
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._end_passes()
-            return None
-        losses: list[Any] = []
+        if optimizer is self.optimizer or self._counts(optimizer):
+            return after_closure(args, kwargs, self._end_passes)
+        if self.partners.may_have(optimizer, self.optimizer, self.inner_model):
+            return after_closure(args, kwargs, partial(self._begin_partner, optimizer))
+        self.further_steps += 1
+        return None
 
-        @wraps(closure)
-        def counted_closure() -> Any:
-            if losses:
-                why = (
-                    f"has an optimizer, {type(optimizer).__name__}, that calls its closure several "
-                    "times in a step; expected an optimizer that calls it once, as SGD or AdamW do"
-                )
-                self.listener.refuse(why)
-            losses.append(closure())
-            self._end_passes()
-            return losses[0]
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": counted_closure}
-        return (args[0], counted_closure, *args[2:]), kwargs
-
-    def _end_passes(self) -> None:
+    def _end_passes(self, calls: int) -> None:
+        if calls > 1:
+            why = (
+                f"has an optimizer, {type(self.optimizer).__name__}, that calls its closure several "
+                "times in a step; expected an optimizer that calls it once, as SGD or AdamW do"
+            )
+            self.listener.refuse(why)
         forwards = self._forwards
         if forwards.hook is None:
             forwards.count = 0
@@ -376,6 +368,10 @@ class Hooks:
                 self.listener.pass_unused(samples)
         self.listener.gradients_ready()
 
+    def _begin_partner(self, optimizer: Optimizer, _: int) -> None:
+        if not self.partners.ready(optimizer):
+            self.further_steps += 1
+
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer is self.optimizer:
             self._prior = self._given
@@ -383,7 +379,10 @@ class Hooks:
             self._since_new += 1
             self._source = 0
             self.further_steps = 0
+            self.partners.step_counts()
             self.listener.step_ends()
+        elif optimizer is self.partners.stepping:
+            self.partners.step_ends()
 
     def _counts(self, optimizer: Optimizer) -> bool:
         is_wrapped = isinstance(self.model, DistributedDataParallel)

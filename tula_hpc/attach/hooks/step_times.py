@@ -97,6 +97,8 @@ class StepTimes:
     # gaps between a step's end and the next forward pass so far: their number and their mean
     gaps: int = 0
     gap_s: float = 0.0
+    # seconds of the present gap in which further optimizers of the step stepped
+    going_on_s: float = 0.0
     long_gaps: LongGaps = field(default_factory=LongGaps)
     # the model's
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -132,7 +134,8 @@ class StepTimes:
         self.began = now - gap_s
         if self.loading_s is None:
             # the script loads in its own way, so that all of the gap may be loading
-            self.loading_s = gap_s
+            self.loading_s = max(0.0, gap_s - self.going_on_s)
+        self.going_on_s = 0.0
         return paused_s
 
     def end(self, now: float) -> float:
@@ -144,6 +147,11 @@ class StepTimes:
             self.long_gaps.step_ends(now - self.began, self.device)
         self.ended = self.stepped_at = now
         return waited_s
+
+    def go_on(self) -> None:
+        """Note that the step that has ended went on until now, as another optimizer's step."""
+        if self.ended is not None:
+            self.going_on_s = time.perf_counter() - self.ended
 
     def pause(self) -> None:
         """Leave the time up to the next forward pass out of any step."""

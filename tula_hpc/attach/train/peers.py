@@ -131,8 +131,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def lacking_in(things: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> str:
-    """Return in words what kept things lack of a model's weights and optimizer's state; or "".
+def lacking_in(things: Mapping[str, Any], model: nn.Module, *optimizers: Optimizer) -> str:
+    """Return in words what kept things lack of a model's weights and optimizers' states; or "".
 
     An optimizer around another one may leave the inner one's momentum out of its own state. On
     other workers than rank 0 the states of things may be empty.
@@ -147,14 +147,13 @@ def lacking_in(things: Mapping[str, Any], model: nn.Module, optimizer: Optimizer
     for name, thing in things.items():
         require_state(name, thing)
     held = _plain_tensors([state_of(thing) for thing in things.values()])
-    weights = _plain_tensors(trained_in(model))
-    remembered = [t for t in _plain_tensors([*optimizer.state.values()]) if t.count_nonzero() > 1]
-    parts: dict[str, Sequence[torch.Tensor]] = {
-        f"weights of {name_of(model)}": weights[:1],
-        f"state of the {type(optimizer).__name__} that takes the steps": remembered[:1],
-    }
-    for name, tensors in parts.items():
-        if not all(any(_is_same(tensor, each) for each in held) for tensor in tensors):
+    parts = [(f"weights of {name_of(model)}", _plain_tensors(trained_in(model)))]
+    for each in optimizers:
+        states = _plain_tensors([*each.state.values()])
+        remembered = [tensor for tensor in states if tensor.count_nonzero() > 1]
+        parts.append((f"state of the {type(each).__name__} that takes the steps", remembered))
+    for name, tensors in parts:
+        if not all(any(_is_same(tensor, each) for each in held) for tensor in tensors[:1]):
             return (
                 f"the {name} would begin anew after a stop, as nothing that is kept "
                 f"({', '.join(things)}) has it in its state: keep that, too; of an optimizer "

@@ -10,12 +10,13 @@ import math
 import os
 import re
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from tula_hpc.env import unix_time
 from tula_hpc.records import TrainDirectory, append_record, read_metrics
@@ -41,6 +42,19 @@ def as_share(name: str, value: float, *, is_percent: bool = False) -> float:
     if "accuracy" in name and (is_percent or value > LARGEST_SHARE):
         return value / 100.0
     return value
+
+
+def known_scores(reported: Mapping[str, Any]) -> dict[str, float]:
+    """Return a script's scores as records have them; a name that is not known is said to be so."""
+    found: dict[str, float] = {}
+    for name, value in reported.items():
+        if name not in SCORES:
+            known = ", ".join(SCORES)
+            words = f"tula.report: {name!r} is not a known score; expected one of {known}"
+            sys.stderr.write(f"{words}\n")
+        elif math.isfinite(float(value)):
+            found[name] = as_share(name, float(value))
+    return found
 
 
 class Scores:

@@ -4,6 +4,7 @@ The built-in loop takes a step of `TulaOptimizer`. A script takes a step of its 
 before it the gradients are scaled, or after it the update, as `TulaOptimizer.step` does around its
 base. The norms of the workers' own gradients come from DDP's communication hook, as in the built-in
 loop. It is registered at the first forward pass, by when the script would have registered its own.
+Optimizers that step together share their factors, see `JointScaling`.
 
 Between the backward pass and the step a script may divide the gradients by a loss scale, and clip
 them. Both multiply all gradients by one factor, which follows from one parameter's norm before and
@@ -12,7 +13,7 @@ after. The small norms are multiplied by the same factor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,19 +21,22 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from tula_hpc.attach.hooks.find_model import size_of, trained_in
+from tula_hpc.attach.hooks.find_model import parameters_of, size_of, trained_in
 from tula_hpc.attach.reporting import own_hook
 from tula_hpc.config import SweepSpec
 from tula_hpc.ddp.methods import ReferenceBatch, scaling_options
 from tula_hpc.errors import DivergedError, InputError
 from tula_hpc.formatting import plural
 from tula_hpc.gradients.small_batch_norms import LocalNorms
-from tula_hpc.optim import TulaOptimizer
+from tula_hpc.optim.joint_scaling import JointScaling
 from tula_hpc.optim.observer import GradientObserver
+from tula_hpc.optim.optimizer import Apply
 from tula_hpc.records import Configuration
 
 # relative difference below which two sums may be of the same squares in another order
 ROUNDING = 1e-5
+# key of the order of the parameters of several optimizers, next to the state of `JointScaling`
+PLACES = "places"
 
 
 def scaling_of(
@@ -56,10 +60,12 @@ class ScriptScaling:
         # None: a single worker, which has no gradients of smaller batches
         self.norms: LocalNorms | None = None
         # None before the first step
-        self.scaling: TulaOptimizer | None = None
+        self.scaling: JointScaling | None = None
         self._loaded: Mapping[str, Any] | None = None
         # the model whose passes are counted; at first another one may have been taken for it
         self._attached: nn.Module | None = None
+        # the model of the last step, as the script defines it
+        self._model: nn.Module | None = None
         self._passes = 0
 
     def forward_begins(self, model: nn.Module | None) -> None:
@@ -89,8 +95,9 @@ class ScriptScaling:
 
         `model` is the one that the script defines. `epochs_seen` before this step is fractional.
         """
+        self._model = model
         if self.scaling is None or self.scaling.base is not optimizer:
-            self.scaling = self._around(optimizer)
+            self.scaling = self._around(optimizer, model)
         # an evaluation with gradients looks like further passes
         passes = min(self._passes, self.sweep.workload.accumulation)
         self._passes = 0
@@ -108,25 +115,43 @@ class ScriptScaling:
         if self.scaling is not None:
             self.scaling.after_step()
 
-    def _around(self, optimizer: Optimizer) -> TulaOptimizer:
-        owned = [p for group in optimizer.param_groups for p in group["params"]]
+    def partner_ready(self, partner: Optimizer) -> None:
+        """Do the part of the scaling that comes before the step of a partner."""
+        if self.scaling is not None:
+            apply = self._applies_to(partner)
+            # a single worker's model may be known only from a later step on, too late for a resume
+            joins = self.configuration.world_size > 1
+            self.scaling.before_partner(partner, apply, joins=joins)
+
+    def partner_stepped(self) -> None:
+        """Do the part that comes after it."""
+        if self.scaling is not None:
+            self.scaling.after_partner()
+
+    def _around(self, optimizer: Optimizer, model: nn.Module) -> JointScaling:
         options = scaling_options(self.sweep, self.configuration, self.samples)
-        training = self.sweep.training
-        left_out = training.apply is None and training.preset == "default"
-        if training.method != "adascale" and left_out and not isinstance(optimizer, SGD):
-            # such a base divides by the gradient's size, where a factor of the gradient cancels out
-            options["apply"] = "update"
-        scaling = TulaOptimizer(optimizer, **options)
+        scaling = JointScaling(optimizer, **options | {"apply": self._applies_to(optimizer)})
         if self.norms is not None:
             scaling.expect_small_norms()
-            self.norms.parameters = owned
         if self._loaded is not None:
+            if places := self._loaded.get(PLACES):
+                scaling.restore_order(_ordered(places, scaling.parameters(), model))
             scaling.load_own_state(self._loaded)
             self._loaded = None
         return scaling
 
+    def _applies_to(self, optimizer: Optimizer) -> Apply:
+        training = self.sweep.training
+        if training.method == "adascale":
+            return "update"
+        is_left_out = training.apply is None and training.preset == "default"
+        if is_left_out and not isinstance(optimizer, SGD):
+            # it divides by the gradient's size, where a factor of the gradient cancels out
+            return "update"
+        return self.sweep.scale_applies_to
+
     def _observe(
-        self, norms: LocalNorms, scaling: TulaOptimizer, passes: int, epochs_seen: float
+        self, norms: LocalNorms, scaling: JointScaling, passes: int, epochs_seen: float
     ) -> None:
         scaling.forget_observations()
         reduced = norms.take_passes()
@@ -134,9 +159,11 @@ class ScriptScaling:
         # gradients were averaged in each of several passes: the last norms are of neither batch
         if reduced == 0 or (accumulation > 1 and reduced >= passes):
             return
+        # partners, and the script itself, may have added parameters
+        norms.parameters = scaling.parameters()
         small, batch = norms.squares()
         averaged = norms.averaged()
-        factor = _factor_since(averaged, norms.parameters)
+        factor = _factor_since(averaged, norms.parameters, scaling.base)
         scaling.set_reference(self.reference.after(min(epochs_seen, self.reference.epochs)))
         scaling.observe_small(small * factor, batch)
         scaling.observe_norms(averaged * factor)
@@ -148,19 +175,54 @@ class ScriptScaling:
 
     def state_dict(self) -> dict[str, Any]:
         """Return factors, averages and counts."""
-        if self.scaling is None:
+        if self.scaling is None or self._model is None:
             # before the first step of this process
             return dict(self._loaded or {})
-        return self.scaling.own_state()
+        state = self.scaling.own_state()
+        if places := _places_of(self.scaling, self._model):
+            state[PLACES] = places
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a `state_dict`, at the first step."""
         self._loaded = state or None
 
 
-def _factor_since(averaged: Tensor, parameters: list[Tensor]) -> Tensor:
-    """Return the squared factor applied to all gradients since their average; 1 up to rounding."""
-    place, gradient = next((n, p.grad) for n, p in enumerate(parameters) if p.grad is not None)
+def _places_of(scaling: JointScaling, model: nn.Module) -> list[int]:
+    """Return for each parameter of several optimizers its place in the model; −1: the base's own.
+
+    The base has them in an order of its own; empty without a partner.
+    """
+    own = parameters_of(scaling.base)
+    parameters = scaling.parameters()
+    if own.issuperset(parameters):
+        return []
+    place_of: dict[Tensor, int] = {p: place for place, p in enumerate(model.parameters())}
+    return [-1 if parameter in own else place_of[parameter] for parameter in parameters]
+
+
+def _ordered(places: Sequence[int], own: Sequence[Tensor], model: nn.Module) -> list[Tensor]:
+    """Return the parameters that have these places.
+
+    Raises:
+        ValueError: The places are of other parameters.
+    """
+    known = list(model.parameters())
+    if places.count(-1) != len(own) or max(places) >= len(known):
+        raise ValueError("state_dict: gradscale belongs to other parameters")
+    base = iter(own)
+    return [next(base) if place < 0 else known[place] for place in places]
+
+
+def _factor_since(averaged: Tensor, parameters: Sequence[Tensor], optimizer: Optimizer) -> Tensor:
+    """Return the squared factor applied to all gradients since their average; 1 up to rounding.
+
+    It is taken from a gradient of the optimizer that is about to step: those of its partners may
+    be unscaled only before they step.
+    """
+    own = parameters_of(optimizer)
+    stepping = ((n, p.grad) for n, p in enumerate(parameters) if p in own)
+    place, gradient = next((n, gradient) for n, gradient in stepping if gradient is not None)
     now = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
     factor = now / averaged[place]
     known = torch.isfinite(factor) & (factor > 0) & ((factor - 1.0).abs() > ROUNDING)

@@ -21,6 +21,7 @@ from typing import Any, Literal, NoReturn, cast
 
 from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from tula_hpc.attach.hooks.passes import Apart
 from tula_hpc.attach.hooks.step_times import StepTimes
@@ -28,7 +29,7 @@ from tula_hpc.attach.own_folder import Saved
 from tula_hpc.attach.reporting import ChildSpec, Mode, ProcessMessage, leave
 from tula_hpc.attach.train.peers import ScriptPeers, device_of, synchronize
 from tula_hpc.attach.train.resume_point import ScriptProgress, TrainedSoFar
-from tula_hpc.attach.train.scores import SCORES, as_share
+from tula_hpc.attach.train.scores import SCORES, known_scores
 from tula_hpc.attach.train.script_drift import DriftSettings, ScriptDrift
 from tula_hpc.attach.train.script_scaling import refuse_another, refuse_nan, scaling_of
 from tula_hpc.batches import LoaderPass
@@ -256,10 +257,8 @@ class ScriptTraining(Mode):
 
     def gradients_ready(self) -> None:
         """See `Listener`."""
-        if self.scaling is None:
-            return
         optimizer, model = self.hooks.optimizer, self.hooks.inner_model
-        if optimizer is not None and model is not None:
+        if self.scaling is not None and optimizer is not None and model is not None:
             epochs_seen = self.progress.epoch + self._epoch_share
             self.scaling.gradients_ready(optimizer, model, epochs_seen)
 
@@ -293,16 +292,25 @@ class ScriptTraining(Mode):
         agreement = self._agreement or self._meet()
         # no stop at an epoch's end: scripts save after it, and workers may count it a step apart
         asks = not is_last or self.settings.samples < 2 * self._whole
-        decision = agreement.decide(self._read, asks=asks)
-        if decision is not GOES_ON:
+        if (decision := agreement.decide(self._read, asks=asks)) is not GOES_ON:
             self._obey(decision)
+
+    def partner_ready(self, optimizer: Optimizer) -> None:
+        """See `Listener`."""
+        if self.scaling is not None:
+            self.scaling.partner_ready(optimizer)
+
+    def partner_stepped(self, optimizer: Optimizer) -> None:
+        """See `Listener`."""
+        if self.scaling is not None:
+            self.scaling.partner_stepped()
+        self._times.go_on()
 
     def _note_first_step(self) -> None:
         model = self.hooks.inner_model
         self._times.device = device_of(model)
-        before = self.settings.parameters
         # not at later steps, as a script may unfreeze layers for another optimizer
-        if model is not None and before is not None:
+        if model is not None and (before := self.settings.parameters) is not None:
             refuse_another(model, before)
         # as in a profile the first step belongs to the start: it may compile the model
         now = unix_time()
@@ -324,9 +332,8 @@ class ScriptTraining(Mode):
             # a single worker, whose model was not known before its first step, of maybe few passes
             samples = min(self._whole, backward * self.settings.forward_batch or self._whole)
         self._backward_due = backward
-        self._carried = 0
-        if self._samples_before and not self.is_kept:
-            self._carried = (self._samples - self._samples_before) * self._workers
+        is_split = self._samples_before and not self.is_kept
+        self._carried = (self._samples - self._samples_before) * self._workers if is_split else 0
         self._samples = self._samples_before = 0
         is_short = samples < self._epoch[1] and not self.is_kept
         if progress.epoch and is_short and progress.offset == progress.epoch_steps == 0:
@@ -481,13 +488,7 @@ class ScriptTraining(Mode):
 
     def report(self, scores: Mapping[str, Any]) -> None:
         """Take scores of the epoch that the script is in; see `tula_hpc.attach.report`."""
-        for name, value in scores.items():
-            if name not in SCORES:
-                known = ", ".join(SCORES)
-                words = f"tula.report: {name!r} is not a known score; expected one of {known}"
-                sys.stderr.write(f"{words}\n")
-            elif math.isfinite(float(value)):
-                self.progress.reported[name] = as_share(name, float(value))
+        self.progress.reported |= known_scores(scores)
         if not self.is_kept and not self.is_open and self.progress.step == self._written > 0:
             # a script that evaluates after an epoch's last step
             self.add_to_last_epoch()
