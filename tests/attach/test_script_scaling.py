@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 
@@ -190,6 +191,40 @@ def test_clipping_leaves_the_ratio_of_the_norms_alone(tmp_path: Path) -> None:
         scales.append(torch.load(tmp_path / name / "0.pt", weights_only=True)["scale_mean"])
     assert scales[1] > 1.0
     assert scales[1] == pytest.approx(scales[0], rel=0.1)
+
+
+def under_loss_scales(rank: int, folder: Path) -> None:
+    """Train with loss scales that grow; a fused optimizer divides by them itself."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORKERS)
+    driver = Driver(spec(1, {"method": "static" if "static" in folder.name else "ags"}))
+    driver.hooks.install()
+    model, inputs, targets = model_and_data(rank)
+    parallel = DistributedDataParallel(model)
+    optimizer = SGD(model.parameters(), lr=0.1, fused="fused" in folder.name)
+    scaler = GradScaler("cpu", init_scale=2.0**20, growth_interval=4)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(parallel(inputs[step]), targets[step])
+        torch.autograd.backward(scaler.scale(loss))
+        scaler.step(optimizer)
+        scaler.update()
+    torch.save(driver.scaling.readings.step_metrics(STEPS), folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("method", ["ags", "static"])
+def test_a_fused_optimizer_that_divides_by_the_loss_scale_itself_is_scaled_as_any_other(
+    tmp_path: Path, method: str
+) -> None:
+    found: list[dict[str, float]] = []
+    for name in ("plain", "fused"):
+        folder = tmp_path / f"{name} {method}"
+        folder.mkdir()
+        start_workers(WORKERS, under_loss_scales, folder)
+        found.append(torch.load(folder / "0.pt"))
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
 
 
 def own_hook(rank: int, folder: Path) -> None:

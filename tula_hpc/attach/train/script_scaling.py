@@ -27,6 +27,7 @@ from tula_hpc.config import SweepSpec
 from tula_hpc.ddp.methods import ReferenceBatch, scaling_options
 from tula_hpc.errors import DivergedError, InputError
 from tula_hpc.formatting import plural
+from tula_hpc.gradients.norms import squared
 from tula_hpc.gradients.small_batch_norms import LocalNorms
 from tula_hpc.optim.joint_scaling import JointScaling
 from tula_hpc.optim.observer import GradientObserver
@@ -101,8 +102,9 @@ class ScriptScaling:
         # an evaluation with gradients looks like further passes
         passes = min(self._passes, self.sweep.workload.accumulation)
         self._passes = 0
-        if self.norms is not None:
-            self._observe(self.norms, self.scaling, passes, epochs_seen)
+        if self.norms is None or not self._observe(self.norms, self.scaling, passes, epochs_seen):
+            # as if the gradients had been lengthened by clipping
+            self.scaling.observe_clipping(_scale_left_to(optimizer))
         self.scaling.before_step()
 
     def forget_passes(self) -> None:
@@ -152,13 +154,13 @@ class ScriptScaling:
 
     def _observe(
         self, norms: LocalNorms, scaling: JointScaling, passes: int, epochs_seen: float
-    ) -> None:
+    ) -> bool:
         scaling.forget_observations()
         reduced = norms.take_passes()
         accumulation = self.sweep.workload.accumulation
         # gradients were averaged in each of several passes: the last norms are of neither batch
         if reduced == 0 or (accumulation > 1 and reduced >= passes):
-            return
+            return False
         # partners, and the script itself, may have added parameters
         norms.parameters = scaling.parameters()
         small, batch = norms.squares()
@@ -167,6 +169,7 @@ class ScriptScaling:
         scaling.set_reference(self.reference.after(min(epochs_seen, self.reference.epochs)))
         scaling.observe_small(small * factor, batch)
         scaling.observe_norms(averaged * factor)
+        return True
 
     @property
     def readings(self) -> GradientObserver:
@@ -224,9 +227,15 @@ def _factor_since(averaged: Tensor, parameters: Sequence[Tensor], optimizer: Opt
     stepping = ((n, p.grad) for n, p in enumerate(parameters) if p in own)
     place, gradient = next((n, gradient) for n, gradient in stepping if gradient is not None)
     now = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-    factor = now / averaged[place]
+    factor = now / (averaged[place] * squared(_scale_left_to(optimizer)))
     known = torch.isfinite(factor) & (factor > 0) & ((factor - 1.0).abs() > ROUNDING)
     return torch.where(known, factor, 1.0)
+
+
+def _scale_left_to(optimizer: Optimizer) -> Tensor | float:
+    """Return the loss scale by which an optimizer itself divides in its step, as fused ones do."""
+    scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+    return 1.0 if scale is None else scale
 
 
 def refuse_another(model: nn.Module, before: int) -> None:
