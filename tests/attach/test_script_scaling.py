@@ -25,6 +25,7 @@ from tula_hpc.ddp.methods import ReferenceBatch, scaling_options
 from tula_hpc.errors import InputError
 from tula_hpc.gradients.small_batch_norms import LocalNorms
 from tula_hpc.optim import TulaOptimizer
+from tula_hpc.optim.optimizer import Apply
 from tula_hpc.records import Configuration
 
 WORKERS, STEPS, BATCH, SAMPLES = 2, 12, 16, 128
@@ -111,11 +112,13 @@ def in_the_loop(rank: int, name: str) -> list[Tensor]:
     parallel = DistributedDataParallel(model)
     owned = list(model.parameters())
     options = scaling_options(sweep, configuration, SAMPLES)
+    applies_to: Apply = options["apply"]
     if name == "adamw":
-        options["apply"] = "update"
+        # of a built-in training the sweep says so
+        options["apply"] = applies_to = "update"
     optimizer = TulaOptimizer(make(owned), **options)
     optimizer.expect_small_norms()
-    reference = ReferenceBatch(sweep, configuration, SAMPLES)
+    reference = ReferenceBatch(sweep, configuration, SAMPLES, applies_to)
     norms = None
     if sweep.training.adapts:
         norms = LocalNorms(owned, BATCH).attach(parallel)

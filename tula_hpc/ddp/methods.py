@@ -24,7 +24,7 @@ from tula_hpc.config import SweepSpec, TrainingSpec, WorkloadSpec
 from tula_hpc.config.training import PASS_SHARE, LrScaling, following_shrink
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.optim.observer import GradientObserver, StepObserver
-from tula_hpc.optim.optimizer import StaticScaleObserver
+from tula_hpc.optim.optimizer import Apply, StaticScaleObserver
 from tula_hpc.records import Configuration
 from tula_hpc.workloads.optimizers import base_optimizer, norms_and_biases, shards
 
@@ -176,13 +176,21 @@ class ReferenceBatch:
 
         b_small(e) = b_small / shrink^(e / E),  at least 1
 
-    E is the number of epochs.
+    E is the number of epochs. `applies_to` is what the factors multiply: of a script, only its
+    optimizer shows that, and None means what the sweep says.
     """
 
-    def __init__(self, sweep: SweepSpec, configuration: Configuration, samples: int) -> None:
+    def __init__(
+        self,
+        sweep: SweepSpec,
+        configuration: Configuration,
+        samples: int,
+        applies_to: Apply | None = None,
+    ) -> None:
         batch = configuration.global_batch
         self.first = min(sweep.training.reference_batch(batch), batch)
-        self.log_shrink = math.log(_shrink(sweep, configuration, samples))
+        applies_to = applies_to or sweep.scale_applies_to
+        self.log_shrink = math.log(_shrink(sweep, configuration, samples, applies_to))
         self.epochs = sweep.workload.epochs
 
     def after(self, epochs_seen: float) -> float:
@@ -190,14 +198,16 @@ class ReferenceBatch:
         return max(1.0, self.first * math.exp(-self.log_shrink * epochs_seen / self.epochs))
 
 
-def _shrink(sweep: SweepSpec, configuration: Configuration, samples: int) -> float:
+def _shrink(
+    sweep: SweepSpec, configuration: Configuration, samples: int, applies_to: Apply
+) -> float:
     options = sweep.training.ags
     if sweep.training.method != "ags":
         return 1.0
     if options.small_batch_shrink is not None:
         return options.small_batch_shrink
     # no other value was tried with optimizers whose update is scaled
-    if sweep.scale_applies_to == "update":
+    if applies_to == "update":
         return 1.0
     epochs = sweep.workload.epochs
     updates = epochs * _steps_per_epoch(configuration, samples)

@@ -57,12 +57,12 @@ class ScriptScaling:
         self.sweep, self.configuration = sweep, configuration
         self.samples = sweep.workload.samples or configuration.global_batch
         self.adapts = sweep.training.adapts
-        self.reference = ReferenceBatch(sweep, configuration, self.samples)
         # None: a single worker, which has no gradients of smaller batches
         self.norms: LocalNorms | None = None
         # None before the first step
         self.scaling: JointScaling | None = None
         self._loaded: Mapping[str, Any] | None = None
+        self._reference: ReferenceBatch
         # the model whose passes are counted; at first another one may have been taken for it
         self._attached: nn.Module | None = None
         # the model of the last step, as the script defines it
@@ -131,8 +131,11 @@ class ScriptScaling:
             self.scaling.after_partner()
 
     def _around(self, optimizer: Optimizer, model: nn.Module) -> JointScaling:
-        options = scaling_options(self.sweep, self.configuration, self.samples)
-        scaling = JointScaling(optimizer, **options | {"apply": self._applies_to(optimizer)})
+        sizes = self.sweep, self.configuration, self.samples
+        applies_to = self._applies_to(optimizer)
+        self._reference = ReferenceBatch(*sizes, applies_to)
+        options = scaling_options(*sizes) | {"apply": applies_to}
+        scaling = JointScaling(optimizer, **options)
         if self.norms is not None:
             scaling.expect_small_norms()
         if self._loaded is not None:
@@ -166,7 +169,7 @@ class ScriptScaling:
         small, batch = norms.squares()
         averaged = norms.averaged()
         factor = _factor_since(averaged, norms.parameters, scaling.base)
-        scaling.set_reference(self.reference.after(min(epochs_seen, self.reference.epochs)))
+        scaling.set_reference(self._reference.after(min(epochs_seen, self._reference.epochs)))
         scaling.observe_small(small * factor, batch)
         scaling.observe_norms(averaged * factor)
         return True
