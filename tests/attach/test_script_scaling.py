@@ -250,6 +250,22 @@ def test_a_communication_hook_of_the_scripts_own_is_refused_with_the_reason(tmp_
     start_workers(WORKERS, own_hook, tmp_path)
 
 
+def trains_two_models(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORKERS)
+    Driver(spec(1, {"method": "ags"})).hooks.install()
+    models = [DistributedDataParallel(nn.Linear(8, outputs)) for outputs in (8, 4)]
+    optimizer = SGD([parameter for model in models for parameter in model.parameters()], lr=0.1)
+    torch.autograd.backward(models[1](models[0](torch.randn(BATCH, 8))).sum())
+    with pytest.raises(InputError, match=r'"ags" takes the norms .* SGD also trains parameters that are not in Linear'):
+        optimizer.step()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_an_optimizer_of_two_wrapped_models_is_refused_with_the_reason(tmp_path: Path) -> None:
+    start_workers(WORKERS, trains_two_models, tmp_path)
+
+
 def alone(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=1)
     driver = Driver(spec(1, {"method": "ags"}), workers=1)

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from pydantic import Field
+from torch import nn
 from torch.optim import Optimizer
 
 from tula_hpc.attach.hangs import Place, place_of
+from tula_hpc.attach.hooks.find_model import name_of, parameters_of
 from tula_hpc.attach.hooks.passes import Listener
 from tula_hpc.attach.hooks.step_hooks import Hooks
 from tula_hpc.attach.own_folder import Saved, spare_files
@@ -327,3 +329,20 @@ def own_hook(method: str) -> InputError:
         'registered its own; expected "lbt", or "lrs" or "sqrt" with {lr_scale}'
     )
     return InputError(message, key="training.method")
+
+
+def require_averaged(method: str, model: nn.Module, optimizer: Optimizer) -> None:
+    """Check that a model in DistributedDataParallel has all gradients of an optimizer.
+
+    Raises:
+        InputError: Other parameters have gradients, too, whose norms its hook does not see.
+    """
+    outside = parameters_of(optimizer).difference(model.parameters())
+    if any(parameter.grad is not None for parameter in outside):
+        raise InputError(
+            f'"{method}" takes the norms of gradients where DistributedDataParallel averages them, '
+            f"and {type(optimizer).__name__} also trains parameters that are not in "
+            f"{name_of(model)}; expected one wrapped model with all of them, or "
+            '"lbt", or "lrs" or "sqrt" with {lr_scale}',
+            key="training.method",
+        )

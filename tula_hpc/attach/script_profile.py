@@ -34,7 +34,13 @@ from tula_hpc.attach import was_kept, watch_epochs
 from tula_hpc.attach.hooks.find_model import methods_of, model_of
 from tula_hpc.attach.hooks.step_times import between_epochs_s
 from tula_hpc.attach.measured_steps import MeasuredSteps
-from tula_hpc.attach.reporting import ChildSpec, ProcessMessage, leave, own_hook
+from tula_hpc.attach.reporting import (
+    ChildSpec,
+    ProcessMessage,
+    leave,
+    own_hook,
+    require_averaged,
+)
 from tula_hpc.attach.script import (
     NEAR,
     NO_OPTIONS,
@@ -240,6 +246,8 @@ class ScriptProfile(MeasuredSteps):
         self.meet()
         if self.settings.hooked_by and getattr(self.hooks.model, "_comm_hooks", None):
             raise own_hook(self.settings.hooked_by)
+        if self.settings.hooked_by and self.env.world_size > 1:
+            require_averaged(self.settings.hooked_by, *self.found)
         self.course.note_first_step()
         yield from warm_up(self, self.settings.search.warmup_steps, self.course.left_out_s)
         yield from self.await_passes(self.settings.accumulation or 1)

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from tula_hpc.attach.hooks.find_model import parameters_of, size_of, trained_in
-from tula_hpc.attach.reporting import own_hook
+from tula_hpc.attach.reporting import own_hook, require_averaged
 from tula_hpc.config import SweepSpec
 from tula_hpc.ddp.methods import ReferenceBatch, scaling_options
 from tula_hpc.errors import DivergedError, InputError
@@ -137,6 +137,7 @@ class ScriptScaling:
         options = scaling_options(*sizes) | {"apply": applies_to}
         scaling = JointScaling(optimizer, **options)
         if self.norms is not None:
+            require_averaged(self.sweep.training.method, model, optimizer)
             scaling.expect_small_norms()
         if self._loaded is not None:
             if places := self._loaded.get(PLACES):
