@@ -255,6 +255,35 @@ def plain() -> None:
     assert type(lazy) is Lazy
 
 
+def with_frozen_objects() -> None:
+    """Exempt all objects from garbage collection before the first step, as scripts do that fork processes."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    gc.freeze()
+    for _ in range(2):
+        backward(model, 3)
+        optimizer.step()
+    assert gc.get_freeze_count() > 0
+
+
+class OwnSGD(torch.optim.SGD):
+    """An optimizer of a script's own."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def with_a_class_of_its_own() -> None:
+    """Use an optimizer and one that is derived from its class: torch's hooks are around the steps of both classes."""
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
+    model = nn.Linear(4, 2)
+    optimizer, bias = OwnSGD([model.weight], 0.1), OwnSGD([model.bias], 0.1)
+    for _ in range(2):
+        backward(model, 3)
+        optimizer.step()
+        bias.step()
+
+
 def with_closures() -> None:
     model = nn.Linear(4, 2)
     optimizer = torch.optim.Adam(model.parameters())
@@ -752,6 +781,8 @@ def without_length() -> None:
 CASES: dict[str, tuple[Callable[[], None], str]] = {
     # a model without a wrapper is known from its first step on
     "plain": (plain, "ready step, forward 3 ready step, evaluation evaluation"),
+    "with frozen objects": (with_frozen_objects, "ready step, forward 3 ready step"),
+    "with a class of its own": (with_a_class_of_its_own, "ready step partner, forward 3 ready step partner"),
     "with closures": (with_closures, "forward 3 ready step, forward 3 ready step"),
     # the smaller model's steps do not count
     "with two optimizers": (with_two_optimizers, "ready step, forward 5 ready step"),

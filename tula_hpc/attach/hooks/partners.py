@@ -22,7 +22,8 @@ class Partners:
 
     Attributes:
         found: Partners that have stepped.
-        stepping: The partner whose step has begun and not ended; None: no partner's.
+        stepping: The optimizer, a partner or the one that counts, whose step has begun and not
+            ended; None: none of them.
     """
 
     def __init__(self, listener: Listener, backward: BackwardPasses) -> None:
@@ -36,11 +37,6 @@ class Partners:
         self._counted: Optimizer | None = None
         self._model: nn.Module | None = None
         self._suited: dict[Optimizer, bool] = {}
-
-    def step_counts(self) -> None:
-        """Note that the optimizer that counts has stepped: partners may follow."""
-        self._passes = self._backward.count
-        self.stepping = None
 
     def may_have(
         self, optimizer: Optimizer, counted: Optimizer | None, model: nn.Module | None
@@ -72,8 +68,11 @@ class Partners:
         self._listener.partner_ready(optimizer)
         return True
 
-    def step_ends(self) -> None:
-        """End the step that has begun."""
-        optimizer, self.stepping = self.stepping, None
-        if optimizer is not None:
-            self._listener.partner_stepped(optimizer)
+    def step_ends(self, optimizer: Optimizer, counted: Optimizer | None) -> bool:
+        """End the step that has begun; return True if it counts, so that partners may follow."""
+        self.stepping = None
+        if optimizer is counted:
+            self._passes = self._backward.count
+            return True
+        self._listener.partner_stepped(optimizer)
+        return False

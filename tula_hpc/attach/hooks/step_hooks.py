@@ -346,7 +346,11 @@ class Hooks:
             self.listener.loading_begins(loader)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if optimizer is self.partners.stepping:
+            # its class calls the step of a base class, and both have hooks
+            return None
         if optimizer is self.optimizer or self._counts(optimizer):
+            self.partners.stepping = optimizer
             return after_closure(args, kwargs, self._end_passes)
         if self.partners.may_have(optimizer, self.optimizer, self.inner_model):
             return after_closure(args, kwargs, partial(self._begin_partner, optimizer))
@@ -373,16 +377,14 @@ class Hooks:
             self.further_steps += 1
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if optimizer is self.optimizer:
+        partners = self.partners
+        if optimizer is partners.stepping and partners.step_ends(optimizer, self.optimizer):
             self._prior = self._given
             self._given = {}
             self._since_new += 1
             self._source = 0
             self.further_steps = 0
-            self.partners.step_counts()
             self.listener.step_ends()
-        elif optimizer is self.partners.stepping:
-            self.partners.step_ends()
 
     def _counts(self, optimizer: Optimizer) -> bool:
         is_wrapped = isinstance(self.model, DistributedDataParallel)
