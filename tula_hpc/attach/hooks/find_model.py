@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import weakref
 from collections.abc import Iterator
 from inspect import isfunction
 from typing import TypeVar
@@ -11,10 +13,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from tula_hpc.attach.hooks.patches import before
+
 T = TypeVar("T")
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 # attributes in which the wrappers of torch.compile and Lightning's Fabric hold the model
 WRAPPED = ("_orig_mod", "_forward_module")
+# modules and optimizers that a script has frozen, by id
+FROZEN = weakref.WeakValueDictionary[int, object]()
 
 
 def size_of(model: nn.Module) -> int:
@@ -52,11 +58,27 @@ def _called() -> Iterator[nn.Module]:
     return (each for each in objects_of(nn.Module) if not issubclass(type(each), NEVER_CALLED))
 
 
+def watch_freezing() -> None:
+    """Note modules and optimizers whenever `gc.freeze` is about to hide them.
+
+    Scripts call it before they start processes, so that these share their memory.
+    """
+    before((gc,), "freeze", _note_frozen)
+
+
+def _note_frozen() -> None:
+    for thing in gc.get_objects():
+        if issubclass(type(thing), (nn.Module, Optimizer)):
+            FROZEN[id(thing)] = thing
+
+
 def objects_of(kind: type[T]) -> Iterator[T]:
     """Yield all existing objects of a class."""
-    for thing in gc.get_objects():
+    known = set[int]()
+    for thing in itertools.chain(list(FROZEN.values()), gc.get_objects()):
         # not isinstance: it asks for `__class__`, which makes lazy objects of libraries load
-        if issubclass(type(thing), kind):
+        if issubclass(type(thing), kind) and id(thing) not in known:
+            known.add(id(thing))
             yield thing
 
 

@@ -23,7 +23,8 @@ class Partners:
     Attributes:
         found: Partners that have stepped.
         stepping: The optimizer, a partner or the one that counts, whose step has begun and not
-            ended; None: none of them.
+            ended; None: none of them. It may step within its step, as one whose class calls the
+            step of its base class: both have hooks.
     """
 
     def __init__(self, listener: Listener, backward: BackwardPasses) -> None:
@@ -68,7 +69,7 @@ class Partners:
         self._listener.partner_ready(optimizer)
         return True
 
-    def step_ends(self, optimizer: Optimizer, counted: Optimizer | None) -> bool:
+    def end(self, optimizer: Optimizer, counted: Optimizer | None) -> bool:
         """End the step that has begun; return True if it counts, so that partners may follow."""
         self.stepping = None
         if optimizer is counted:

@@ -41,6 +41,7 @@ from tula_hpc.attach.hooks.find_model import (
     parts_with,
     size_of,
     trained_parameters,
+    watch_freezing,
 )
 from tula_hpc.attach.hooks.partners import Partners
 from tula_hpc.attach.hooks.passes import BackwardPasses, Forwards, Listener, Source, Sources
@@ -139,6 +140,7 @@ class Hooks:
         before(starting, "start_processes", partial(self.listener.refuse, why))
         before((dist, dist.distributed_c10d), "init_process_group", self.listener.meets)
         on_loopback_alone()
+        watch_freezing()
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         return self
@@ -347,7 +349,6 @@ class Hooks:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> Any:
         if optimizer is self.partners.stepping:
-            # its class calls the step of a base class, and both have hooks
             return None
         if optimizer is self.optimizer or self._counts(optimizer):
             self.partners.stepping = optimizer
@@ -377,8 +378,7 @@ class Hooks:
             self.further_steps += 1
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        partners = self.partners
-        if optimizer is partners.stepping and partners.step_ends(optimizer, self.optimizer):
+        if optimizer is self.partners.stepping and self.partners.end(optimizer, self.optimizer):
             self._prior = self._given
             self._given = {}
             self._since_new += 1
