@@ -70,10 +70,10 @@ def test_other_errors_are_no_lack_of_memory_however_little_is_free(monkeypatch: 
     assert out_of_memory(RuntimeError("CUDA error: device-side assert triggered")) is None
 
 
-# torch 2.10's message; older ones say "capacty"
+# torch 2.10's message; older ones say "capacty". No process has so large a number.
 SHARED_GPU = (
     "CUDA out of memory. Tried to allocate 138.00 MiB. GPU 0 has a total capacity of 15.90 GiB of which 8.44 MiB is "
-    "free. Process 1246069 has 5.00 GiB memory in use. Including non-PyTorch memory, this process has 10.32 GiB memory "
+    "free. Process 4194305 has 5.00 GiB memory in use. Including non-PyTorch memory, this process has 10.32 GiB memory "
     "in use. Of the allocated memory 9.12 GiB is allocated by PyTorch, and 410.41 MiB is reserved by PyTorch but "
     "unallocated."
 )
@@ -82,10 +82,10 @@ SHARED_GPU = (
 @pytest.mark.parametrize(
     ("message", "ours", "held"),
     [
-        (SHARED_GPU, [], "5.0 GiB of the device's 16 GiB were held outside of this job, by process 1246069"),
+        (SHARED_GPU, [], "5.0 GiB of the device's 16 GiB were held outside of this job, by process 4194305"),
         (SHARED_GPU.replace("capacity", "capacty"), [7], "5.0 GiB of the device's"),
         # such as the engine of a script, or another worker
-        (SHARED_GPU, [7, 1246069], ""),
+        (SHARED_GPU, [7, 4194305], ""),
         (SHARED_GPU.replace("5.00 GiB", "577.00 MiB"), [], ""),
         # in a container torch does not recognize its own process
         (SHARED_GPU.replace("Including non-PyTorch memory, this process", "Process 20"), [], ""),

@@ -442,7 +442,7 @@ def test_the_source_shows_whether_the_batch_is_that_of_all_workers(
             (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("arguments = ")]
             assert "7" not in line
             assert f'{{{placeholder}}}"]' in line
-            # what the source does not say
+            # where the source does not show it, the line says how to change it
             assert ("# {global_batch} instead, if the script divides" in line) == (placeholder == "local_batch")
 
 

@@ -396,7 +396,7 @@ def test_a_network_of_nccl_that_fails_is_no_mistake_of_the_script(last: str, fai
 def test_a_script_tells_its_worker_who_else_held_the_gpu_on_which_memory_ran_out() -> None:
     message = failed_by(torch.OutOfMemoryError(SHARED_GPU))
     assert message.failure is Failure.DEVICE_OOM
-    assert message.held.endswith("by process 1246069")
+    assert message.held.endswith("by process 4194305")
     assert failed_by(MemoryError()).held == ""
 
 

@@ -367,7 +367,7 @@ def test_a_users_file_from_before_the_training_does_not_count_as_saved(
         ([], True),
     ],
 )
-def test_a_word_for_the_newest_checkpoint_resumes_no_script_that_has_saved_nothing_in_its_epochs(
+def test_a_word_for_the_newest_checkpoint_resumes_no_script_that_has_saved_nothing(
     tmp_path: Path, resuming: list[str], goes_on: bool
 ) -> None:
     run, work = begun(tmp_path)
@@ -376,7 +376,7 @@ def test_a_word_for_the_newest_checkpoint_resumes_no_script_that_has_saved_nothi
     how, saved_at = _look_for_saved(Start(), job, work, is_first=False)
     assert (how.startswith("goes on"), saved_at) == (goes_on, None), how
     assert goes_on or how == "begins anew: the script has saved nothing yet"
-    # whatever it writes, and wherever
+    # a checkpoint of any format and in any place counts
     work.with_name("saved.jsonl").touch()
     how, saved_at = _look_for_saved(Start(), job, work, is_first=False)
     assert how.startswith("goes on by itself")

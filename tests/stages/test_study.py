@@ -406,6 +406,9 @@ def test_runs_that_diverged_are_reported_once_in_whole_sentences() -> None:
 def test_a_lead_that_rounds_to_zero_is_not_called_zero() -> None:
     message = verdict_of([0.7], [0.6], ags=[0.6502], lrs=[0.65])
     assert "Best is ags with 65.0 %, less than 0.1 points above lrs. How much of that" in message
+
+
+def test_a_share_that_rounds_to_zero_has_no_sign() -> None:
     assert [signed(share) for share in (-0.002, -0.12, 0.58)] == ["0 %", "−12 %", "58 %"]
 
 

@@ -73,33 +73,33 @@ def test_a_training_that_slurm_has_requeued_does_not_fail_however_often_it_was_r
 
 
 @pytest.mark.parametrize("is_main", [True, False])
-@pytest.mark.parametrize("refused", [None, "disabled"])
+@pytest.mark.parametrize(
+    ("restarts", "refused", "last"), [(MOST, None, "failed"), (0, None, "requeued"), (0, "disabled", "failed")]
+)
 def test_why_a_training_stops_is_on_record_before_any_worker_ends(
-    monkeypatch: pytest.MonkeyPatch, is_main: bool, refused: str | None
+    monkeypatch: pytest.MonkeyPatch, is_main: bool, restarts: int, refused: str | None, last: str
 ) -> None:
     """The first worker that fails makes `srun -K1` end rank 0, too."""
     done: list[str] = []
 
     def meet(mine: bool) -> bool:
         done.append("met")
-        return mine or refused is not None
+        return mine
 
     training: Any = SimpleNamespace(
-        progress=Progress(restarts=MOST),
+        progress=Progress(restarts=restarts),
         is_main=is_main,
         job=SimpleNamespace(sweep=SweepSpec.model_validate({"name": "x", "training": {"max_requeues": MOST}})),
+        env=SimpleNamespace(on_slurm=True),
         any=meet,
         log_event=lambda event, *_: done.append(event),
     )
+    monkeypatch.setattr(slurm, "leaving", lambda _: None)
     monkeypatch.setattr(slurm, "requeue", lambda _: refused)
-    with pytest.raises(StageError):
-        ending._check_restarts(training, {})
-    with pytest.raises(SystemExit) if refused is None else contextlib.nullcontext():
-        ending._ask_for_requeue(training, "5")
-    expected: list[str] = []
-    for event in ("failed", "requeued" if refused is None else "failed"):
-        expected += [event, "met"] if is_main else ["met"]
-    assert done == expected
+    with contextlib.suppress(StageError, SystemExit):
+        ending.leave(training, StopRequest())
+    assert done[-1] == "met"
+    assert done[-2] == (last if is_main else "met")
 
 
 def test_a_batch_for_which_others_held_the_memory_is_tried_by_two_more_jobs(tmp_path: Path) -> None:

@@ -569,7 +569,7 @@ def test_amounts_of_any_size_have_ticks(least: float) -> None:
 @pytest.mark.parametrize("ratio", [3.0, 5.0, 12.0])
 @pytest.mark.parametrize("least_s", [0.0141, 2.6, 37.0, 700.0, 3100.0, 9000.0, 70_000.0, 900_000.0])
 def test_ticks_of_durations_are_round(least_s: float, ratio: float) -> None:
-    """They have one unit, or halves of it: never "1 h 23 min"."""
+    """A second unit is a round part of the first: "1 h 30 min", never "1 h 23 min"."""
     with styled():
         figure, (axes,) = new_figure("times", 3.4)
         value_axis(axes, [least_s, ratio * least_s], label="time", durations=True)

@@ -258,7 +258,7 @@ def keeps_models_in_a_dict() -> None:
 
 
 def trains_no_module() -> None:
-    """Train parameters that are in no module, as those of a scene."""
+    """Train parameters that no module holds, such as the points of a 3-D scene."""
     points = nn.Parameter(torch.randn(BATCH, 8))
     optimizer = torch.optim.Adam([points])
     for _ in range(5):
