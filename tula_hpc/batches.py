@@ -108,6 +108,9 @@ class LoaderPass:
         drawn: Samples that the sampler draws in an epoch; 0 if unknown or endless.
         given_out: Samples that the pass gives out, a shorter last batch included. None if such a
             batch is left out or this is unknown; `sys.maxsize` if only the number is unknown.
+
+    Args:
+        iterator: Iterator of a torch loader. Nothing is known about any other iterator.
     """
 
     def __init__(self, iterator: object) -> None:
@@ -145,9 +148,14 @@ class LoaderPass:
         return min(samples, self.given_out * workers), 1
 
     def items_in(self, batch: object, count: int) -> int:
-        """Return the items in a batch, 0 if unknown; tensors need not show them, as of graphs.
+        """Count the items in a batch, which its tensors need not show: graphs are joined into one.
 
-        The batch was given out last, as number `count` of the pass.
+        Args:
+            batch: The batch that was given out last.
+            count: Batches given out so far, this one included.
+
+        Returns:
+            The number of items, 0 if it is unknown.
         """
         size = self.size
         if not self._is_collated or not size:

@@ -43,7 +43,10 @@ class TulaError(Exception):
 class InputError(TulaError):
     """The user's input is wrong; the message names file, key and the expected input.
 
-    `source` is the file or command-line option that holds the input, `key` its dotted key there.
+    Args:
+        message: The mistake and the expected input, in one line.
+        source: The file (or command-line option) that holds the input.
+        key: Dotted key inside the source, for example ``search.min_batch``.
     """
 
     failure = Failure.BAD_INPUT
@@ -122,12 +125,16 @@ class DeviceError(StageError):
 
 
 class StorageError(StageError):
-    """A file cannot be written; nothing half-written is left."""
+    """A file cannot be written; nothing half-written is left.
+
+    Args:
+        message: The file or folder, and the reason.
+        is_folder_gone: The folder was deleted, with all that was in it.
+    """
 
     failure = Failure.NO_SPACE
 
     def __init__(self, message: str, *, is_folder_gone: bool = False) -> None:
-        # the folder was deleted, with all that was in it
         self.is_folder_gone = is_folder_gone
         super().__init__(message)
 

@@ -142,8 +142,13 @@ def whole_file(
 
     Readers see the old file or the new one, mode 0600, never half of one. The file is not memory
     mapped, so a full disk is an error, not a SIGBUS. If the block or the check raises, `path` stays
-    as it is. Until the rename the file's name, in the same folder, has this prefix and suffix;
-    `check` is called right before it, as writing may take minutes.
+    as it is.
+
+    Args:
+        path: The file to replace.
+        prefix: Prefix of the name under which the file is written, in the same folder.
+        suffix: Suffix of that name.
+        check: Called right before the rename, as writing may take minutes.
     """
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=prefix, suffix=suffix)
     try:
@@ -207,7 +212,11 @@ def write_out(text: str, stream: TextIO | None = None) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder and its missing parents, with mode 0700 whatever the umask is."""
+    """Make a folder and its missing parents, with mode 0700 whatever the umask is.
+
+    Raises:
+        OSError: A folder cannot be made.
+    """
     missing = [folder]
     while not missing[-1].parent.exists():
         missing.append(missing[-1].parent)
@@ -316,6 +325,9 @@ class HeldFolder:
     """Folder known by its inode, not by its name, so that a process notices when it is deleted.
 
     The folder is kept open, or the file system might give its inode number to the next one.
+
+    Raises:
+        OSError: The folder cannot be opened.
     """
 
     def __init__(self, folder: Path) -> None:

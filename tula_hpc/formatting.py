@@ -97,8 +97,12 @@ def duration_within(seconds: float, low: float, high: float, reference: float | 
 
     Below ten seconds these are two at least, so that other places do not seem to contradict them.
 
-    `seconds` may be an end of the interval. `reference` are seconds that `format_duration` shows
-    next to it: rounding never moves an end past them, more digits are taken instead.
+    Args:
+        seconds: The duration, or an end of the interval.
+        low: Lower end.
+        high: Upper end.
+        reference: Seconds that `format_duration` shows next to the interval. Rounding never moves
+            an end of the interval past them: more digits are taken instead.
     """
     half = (high - low) / 2
     if half <= 0 or not math.isfinite(half + seconds):
@@ -384,11 +388,15 @@ def _named_output() -> Iterator[None]:
 
 
 class _PrintableStream:
-    """Stream for people: its text is cleaned, and shown in whatever encoding the stream has."""
+    """Stream for people: its text is cleaned, and shown in whatever encoding the stream has.
+
+    Args:
+        stream: Where the text goes.
+        most: Number of characters shown of each line; None: all.
+    """
 
     def __init__(self, stream: TextIO, most: int | None) -> None:
         self.stream = stream
-        # characters shown of each line; None: all
         self.most = most
 
     def write(self, text: str) -> int:

@@ -44,7 +44,11 @@ def drop_working_directory() -> None:
 
 
 def refuse_without_libraries() -> None:
-    """End a command if this Python lacks pydantic, which each command and each job imports."""
+    """End a command if this Python lacks pydantic, which each command and each job imports.
+
+    Raises:
+        SystemExit: pydantic is missing; the exit code is that of bad input.
+    """
     if not _file_of("pydantic"):
         sys.stderr.write(missing_library("pydantic") + "\n")
         raise SystemExit(2)

@@ -139,9 +139,11 @@ def study_policy(max_requeues: int) -> RetryPolicy:
 
 
 def is_held_against(failure: Failure, broken_devices: int) -> bool:
-    """Tell whether a failed profile job counts as an attempt at the configuration it measured.
+    """Tell whether a failed profile job counts as an attempt at the configuration that it measured.
 
-    `broken_devices` earlier jobs of that configuration were ended by a broken device.
+    Args:
+        failure: Failure of the job.
+        broken_devices: Number of earlier jobs of that configuration that a broken device ended.
     """
     if failure is Failure.DEVICE_FAILED:
         # a broken device says nothing about the configuration

@@ -82,9 +82,15 @@ _CALLERS = (
 
 @contextlib.contextmanager
 def blamed(key: str, words: str, hint: str | Callable[[BaseException], str] = "") -> Iterator[None]:
-    """Turn an exception of the block that may be a mistake into one line for the user.
+    """Turn any exception of the block into one line for the user.
 
-    `words` come before the exception's message, `hint` or what it returns comes after it.
+    Args:
+        key: Key of the sweep file.
+        words: Text before the exception's message.
+        hint: Text after that message, or a function that returns the text for an exception.
+
+    Raises:
+        InputError: For any exception that may be a mistake, see `is_mistake`.
     """
     try:
         yield
@@ -154,7 +160,11 @@ def lacks_gpu(error: Exception | SystemExit) -> bool:
 
 
 def collate(items: list[Any], what: str = "has samples") -> Batch:
-    """Put samples into one batch, or raise InputError if they differ in shape or kind."""
+    """Put samples into one batch.
+
+    Raises:
+        InputError: The samples differ in shape or kind.
+    """
     words = f"{what} that cannot be put into one batch"
     with blamed("workload.dataset", words, "; expected the same shapes, padded or cut"):
         return default_collate(items)
@@ -174,7 +184,11 @@ def is_entry_point(name: str) -> bool:
 
 
 def own_model(name: str, classes: int, image_size: int) -> nn.Module:
-    """Call the user's model function."""
+    """Call the user's model function.
+
+    Raises:
+        InputError: The function is missing, takes other arguments, fails, or returns no module.
+    """
     function = own_function(_MODEL_KEY, name, ("classes", "image_size"))
     with blamed(_MODEL_KEY, f"{name} failed"):
         model = function(classes, image_size)
@@ -192,7 +206,11 @@ def own_model(name: str, classes: int, image_size: int) -> nn.Module:
 
 
 def own_function(key: str, name: str, parameters: Sequence[str]) -> Callable[..., Any]:
-    """Load a user's function and check its parameters, without calling it."""
+    """Load a user's function and check its parameters, without calling it.
+
+    Raises:
+        InputError: The function is missing, or cannot be called with that many arguments.
+    """
     function = _load(key, name)
     try:
         inspect.signature(function).bind(*parameters)
@@ -203,7 +221,12 @@ def own_function(key: str, name: str, parameters: Sequence[str]) -> Callable[...
 
 
 def own_data(spec: WorkloadSpec, tried: int = TRIED_BY_JOBS) -> OwnData:
-    """Call the user's data set function; check `tried` items of each set, and labels."""
+    """Call the user's data set function; check `tried` items of each set, and labels.
+
+    Raises:
+        InputError: The function is missing, takes other arguments, fails, or departs from the
+            protocol.
+    """
     function = own_function(_DATASET_KEY, spec.dataset, ("spec",))
     words = f"{spec.dataset} failed"
     with blamed(_DATASET_KEY, words), random_numbers_kept():

@@ -310,6 +310,7 @@ class MeasuredSteps(Mode):
             self.waits.arrived(gap_s)
 
     def _leave_out(self, pause: Pause) -> None:
+        """Leave a pause that ends now out of the steps' times."""
         self.left_out_s += pause.seconds
         self.pauses.append(pause)
         self._began_at = time.perf_counter()
@@ -379,7 +380,11 @@ class MeasuredSteps(Mode):
         self._peers.device = self.device
 
     def check_kept(self) -> None:
-        """Refuse a script that keeps too little of its training. Collective."""
+        """Refuse a script that keeps too little of its training. Collective.
+
+        Raises:
+            InputError: The weights or the optimizer would begin anew after a stop.
+        """
         # a checkpoint has the states of rank 0
         lacking = self._peers.texts(lacking_in(kept_things(), self.found[0], *self.optimizers))[0]
         if lacking:

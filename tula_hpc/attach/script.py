@@ -204,9 +204,11 @@ def why_no_passes(
 ) -> str:
     """Return the reason why no forward pass counts, and advice.
 
-    The script may call one of the `methods` that the model's class defines. `has_repeated`: there
-    were passes, but only over a batch that had had one before. `other` is advice on how to have the
-    steps of another model count; "" if none is trained.
+    Args:
+        model: Class of the model that counts.
+        methods: Methods that this class itself defines, of which the script may call one.
+        has_repeated: There were passes, but only over a batch that had had one before.
+        other: Advice on how to have the steps of another model count; "" if none is trained.
     """
     if has_repeated:
         return "its steps all pass over one batch; expected a new one from the loader in each step"

@@ -268,6 +268,7 @@ class ScriptProfile(MeasuredSteps):
         self.check_kept()
 
     def _check_passes(self) -> None:
+        """Refuse another number of passes than was asked for."""
         name = self.spec.program.name
         passes = self.step_passes.usual
         asked = self.settings.forward_batch
@@ -413,6 +414,7 @@ class ScriptProfile(MeasuredSteps):
         )
 
     def _seen(self) -> dict[str, Any]:
+        """Return observations of the script's training, for people."""
         return {
             "model": self._model_name(),
             "wrapped": isinstance(self.hooks.model, DistributedDataParallel),

@@ -93,9 +93,13 @@ def _check_instructions(pickled: bytes) -> None:
 def check_loaded(state: Any, most_bytes: int) -> None:
     """Check the loaded content before anything reads its numbers.
 
+    Args:
+        state: The content.
+        most_bytes: Size of the payload; the tensors may not take more.
+
     Raises:
-        PayloadError: A tensor claims more than `most_bytes`, the payload's size, or containers are
-            nested too deeply.
+        PayloadError: A tensor claims more bytes than the payload has, or containers are nested too
+            deeply.
     """
     todo: list[tuple[Any, int]] = [(state, 0)]
     containers: set[int] = set()

@@ -220,7 +220,11 @@ class SafePoints:
     # resume
 
     def check_same(self, loaded: LoadedCheckpoint | None) -> None:
-        """Refuse different checkpoints, as a stale directory listing on one node may cause."""
+        """Refuse different checkpoints, as a stale directory listing on one node may cause.
+
+        Raises:
+            DataError: Workers see different ones; in the next job all may see the same.
+        """
         mine = (-1.0, -1.0)
         if loaded is not None:
             mine = (float(loaded.restart_count), float(loaded.samples_seen))

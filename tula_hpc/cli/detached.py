@@ -48,7 +48,11 @@ TURN_S = 300.0
 
 
 def carry_on_detached(sweep: Sweep, until: str) -> int:
-    """Begin a detached sweep on the login node; return the exit code."""
+    """Begin a detached sweep on the login node; return the exit code.
+
+    Raises:
+        StageError: Work that could be done at once failed.
+    """
     # there may be a controller from a command that was killed before recording it
     sweep.launcher.find_lost()
     waiting = controllers(sweep)
@@ -81,7 +85,11 @@ def _step(sweep: Sweep, until: str) -> int:
 
 
 def _refuse_if_cancelled() -> None:
-    """Keep a cancelled controller from submitting jobs in the half minute that Slurm leaves it."""
+    """Keep a cancelled controller from submitting jobs in the half minute that Slurm leaves it.
+
+    Raises:
+        CancelledJobError: This job is such a controller.
+    """
     own = slurm_job_id()
     if own and slurm.leaving(own) is slurm.Leaving.CANCELLED:
         raise CancelledJobError(f"controller job {own} was cancelled, {BY_HAND}")
@@ -145,7 +153,11 @@ def _on_duty(sweep: Sweep) -> tuple[list[Submitted], list[Submitted]]:
 
 
 def run_controller(job: ControlJob) -> None:
-    """Run a controller job; an error ends it and is recorded in the events."""
+    """Run a controller job; an error ends it and is recorded in the events.
+
+    Raises:
+        SystemExit: The controller could not go on.
+    """
     # else failures in jobs of this sweep would seem to be older than the sweep, and not count
     keep_up_with(job.started_at)
     run = RunDirectory(job.root)
@@ -171,7 +183,11 @@ def run_controller(job: ControlJob) -> None:
 
 @contextlib.contextmanager
 def _in_turn(run: RunDirectory) -> Iterator[None]:
-    """Lock the run directory; wait, since a requeued controller may meet the next one."""
+    """Lock the run directory; wait, since a requeued controller may meet the next one.
+
+    Raises:
+        RunDirectoryError: Another command still holds it after `TURN_S`.
+    """
     deadline = time.monotonic() + TURN_S
     role = f"controller job {slurm_job_id()} of this sweep, which goes on unattended"
     with contextlib.ExitStack() as stack:

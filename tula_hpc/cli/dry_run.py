@@ -138,7 +138,11 @@ def _beginning(part: Sweep, tried: Trial | None) -> Beginning:
 
 
 def try_dry(sweep: Sweep) -> Trial | None:
-    """Try the workload as the sweep would, if its data and code are here; keep nothing."""
+    """Try the workload as the sweep would, if its data and code are here; keep nothing.
+
+    Raises:
+        InputError: The sweep would be refused.
+    """
     spec, cluster = sweep.spec, sweep.cluster
     if not is_tried(spec, cluster) or not is_here(spec):
         return None

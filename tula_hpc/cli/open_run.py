@@ -179,6 +179,11 @@ def _begin_anew(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> Non
 
 @contextlib.contextmanager
 def _locked_for_others(run: RunDirectory) -> Iterator[None]:
+    """Lock a run whose inputs are about to change.
+
+    Raises:
+        RunDirectoryError: Another command holds it; the message says what to do instead.
+    """
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(run.locked())
@@ -339,6 +344,9 @@ def work(sweep: Sweep, until: str, *, detach: bool = False, here: bool = False) 
     """Work on an open run up to a stage; return 0 when done or detached, 130 if interrupted.
 
     With `detach`, controller jobs carry on; with `here`, this command replaces any controllers.
+
+    Raises:
+        TulaError: The work failed; see `exit_code_of`.
     """
     from tula_hpc.cli.detached import carry_on_detached, look_on, take_over
     from tula_hpc.cli.pipeline import carry_out

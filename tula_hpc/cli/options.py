@@ -83,7 +83,11 @@ def _assignment(text: str) -> str:
 
 @ending_at_once()
 def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
-    """Read the sweep and the cluster; check each by itself and both together."""
+    """Read the sweep and the cluster; check each by itself and both together.
+
+    Raises:
+        InputError: There are mistakes; the message has one line for each.
+    """
     if options.json and options.dry_run:
         raise InputError(
             "describes a run, but --dry-run makes none; leave out one of them", source="--json"
@@ -116,6 +120,7 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
 
 
 def _warn_of_idle_keys(options: argparse.Namespace, spec: SweepSpec, cluster: ClusterSpec) -> None:
+    """Warn of given keys that have no effect."""
     from tula_hpc.config import idle_cluster_keys, idle_keys, idle_reference
 
     for key, why in idle_keys(spec):
@@ -161,7 +166,11 @@ def _refuse_missing_trackers(options: argparse.Namespace, spec: SweepSpec) -> No
 def _load_without_paths(
     options: argparse.Namespace, mistake: InputError
 ) -> tuple[SweepSpec, ClusterSpec]:
-    """Return inputs that name folders or modules which this machine lacks, if that is allowed."""
+    """Return inputs that name folders or modules which this machine lacks, if that is allowed.
+
+    Raises:
+        InputError: That is not allowed, or there are other mistakes.
+    """
     from tula_hpc.config import load_together
     from tula_hpc.own_sources import find_source, module_files
     from tula_hpc.records import RunDirectory

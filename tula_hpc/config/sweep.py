@@ -132,9 +132,12 @@ class SweepSpec(Spec):
         return int(scales or self.training.method == "adascale")
 
     def updates_per_epoch(self, steps: int) -> float:
-        """Return how many of AGS's updates in an epoch of `steps` cost an extra pass, on average.
+        """Return the mean number of AGS's scale updates per epoch that cost an extra pass.
 
         The first pass comes after a whole interval, and none comes after the last step.
+
+        Args:
+            steps: Steps of an epoch.
         """
         options = self.training.ags
         epochs = self.workload.epochs
@@ -166,7 +169,11 @@ _STUDY_SETS = {"workload.seed": "study.seeds", "workload.holdout": "study.tuning
 
 
 def check_columns(sweep: SweepSpec, path: Path, *, check_paths: bool) -> None:
-    """Check the sweep of each column of a study."""
+    """Check the sweep of each column of a study.
+
+    Raises:
+        InputError: One line per mistake in a variant: file, variant, key, expected value.
+    """
     if sweep.study is None:
         return
     for name, keys in sweep.study.variants.items():
@@ -185,6 +192,7 @@ def check_columns(sweep: SweepSpec, path: Path, *, check_paths: bool) -> None:
 
 
 def _check_variant(name: str, keys: Mapping[str, Any], path: Path) -> None:
+    """Refuse keys that a variant may not change."""
     for key, value in keys.items():
         section, _, last = key.partition(".")
         where = f"study.variants.{name}.{key}"
@@ -208,7 +216,12 @@ def _check_variant(name: str, keys: Mapping[str, Any], path: Path) -> None:
 def check_together(
     sweep: SweepSpec, cluster: ClusterSpec, sweep_file: Path | str, cluster_file: Path | str
 ) -> None:
-    """Refuse a sweep that the cluster cannot run."""
+    """Refuse a sweep that the cluster cannot run.
+
+    Raises:
+        InputError: Too many nodes, a precision that the device lacks, no candidate between the
+            batch bounds, or a batch of a study that the workers cannot share.
+    """
     if sweep.study is not None:
         _check_study(sweep, sweep.study, cluster, sweep_file, cluster_file)
         return

@@ -100,7 +100,12 @@ VALUE = "a value that is not shown"
 
 
 def is_hidden(key: Sequence[str]) -> bool:
-    """Tell whether the value of a key is never shown."""
+    """Tell whether the value of a key is never shown.
+
+    Args:
+        key: The parts of the dotted key; for a key of a partition: "partitions", the partition's
+            name, and the key.
+    """
     # a partition's name may hold dots and thus be several parts
     own = key[2:] if key and key[0] == PARTITIONS else key[:1]
     return any(part in HIDDEN for part in own)
@@ -279,6 +284,7 @@ def _own_keys(kind: type[BaseModel], location: Sequence[str]) -> str:
 
 
 def _sections_with(kind: type[BaseModel], key: str) -> list[str]:
+    """Return the names of the tables that have this key."""
     found = []
     for name, field in kind.model_fields.items():
         for inner in (field.annotation, *get_args(field.annotation)):

@@ -45,7 +45,11 @@ def broken_device(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def reporting_broken_devices(root: Path, stage: str) -> Iterator[None]:
-    """Log this host's name, and raise DeviceError, if the block fails by a broken device."""
+    """Log the name of this host if the block fails with an error of a broken device.
+
+    Raises:
+        DeviceError: In place of that error.
+    """
     try:
         yield
     except Exception as error:

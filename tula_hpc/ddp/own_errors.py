@@ -30,7 +30,11 @@ _MODULE_CALLS = frozenset({nn.Module._call_impl.__code__, nn.Module._wrapped_cal
 
 @contextlib.contextmanager
 def explaining_own_mistakes(spec: WorkloadSpec) -> Iterator[None]:
-    """Turn an exception of the user's own code in the block into an InputError of one sentence."""
+    """Turn an exception of the user's own code in the block into one sentence.
+
+    Raises:
+        InputError: In place of such an exception.
+    """
     try:
         yield
     except Exception as error:

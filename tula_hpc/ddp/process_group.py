@@ -43,6 +43,10 @@ def process_group(
     """Run the block in a process group: nccl on GPUs, gloo on CPUs; none for a single worker.
 
     The workers of the group share `store`; if it is None, they make one.
+
+    Raises:
+        InputError: This worker has no GPU of its own, torch has no kernels for it, or its node
+            lacks a network interface that gloo is set to use.
     """
     torch.set_num_threads(cluster.cpus_per_worker)
     device = pick_device(cluster, env.local_rank)
@@ -66,7 +70,11 @@ def process_group(
 
 
 def check_interfaces() -> None:
-    """Refuse a node that lacks a network interface that gloo is set to use."""
+    """Check that this node has the network interfaces that gloo is set to use.
+
+    Raises:
+        InputError: The node lacks one of them.
+    """
     present = [name for _, name in socket.if_nameindex()]
     for wanted in filter(None, socket_interface("gloo").split(",")):
         if wanted not in present:
@@ -134,7 +142,11 @@ def _why_no_gpu() -> str:
 
 
 def check_kernels(device: torch.device) -> None:
-    """Refuse a GPU that this build of torch has no kernels for: newer ones leave out older GPUs."""
+    """Refuse a GPU for which this build of torch has no kernels: newer ones leave out older GPUs.
+
+    Raises:
+        InputError: torch has no kernels for the GPU.
+    """
     major, minor = torch.cuda.get_device_capability(device)
     known = torch.cuda.get_arch_list()
     if torch.version.cuda is None or any(_runs_on(name, major, minor) for name in known):
@@ -149,6 +161,9 @@ def check_precision(device: torch.device, precision: str) -> None:
 
     Such a GPU has no bf16 convolutions in cuDNN and emulates other operators, which take several
     times as long as in fp32; `torch.cuda.is_bf16_supported` counts the emulation as support.
+
+    Raises:
+        InputError: The GPU has no bf16 units; the message says which precision to use.
     """
     if precision != "bf16" or torch.version.cuda is None:
         return
@@ -196,6 +211,9 @@ class Allocation:
 
     Rank 0 decides, and the others follow; they wait up to `patience` for its next decision. They
     notice at once if rank 0 dies, since it holds the store.
+
+    Raises:
+        InputError: This worker's node lacks a network interface that gloo is set to use.
     """
 
     def __init__(self, cluster: ClusterSpec, env: WorkerEnvironment, patience: timedelta) -> None:

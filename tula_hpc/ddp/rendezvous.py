@@ -91,7 +91,11 @@ def meet(env: WorkerEnvironment, patience: timedelta) -> Store:
 
 
 def candidate_ports(env: WorkerEnvironment) -> Sequence[int]:
-    """Return the ports to try for rank 0's door, in order: the same for all workers of a run."""
+    """Return the ports to try for rank 0's door, in order: the same for all workers of a run.
+
+    Raises:
+        InputError: MASTER_PORT is not a port.
+    """
     if not env.master_port:
         # not secret: all workers must draw the same ports
         return random.Random(_job_name(env)).sample(PORTS, CANDIDATES)  # noqa: S311
@@ -395,7 +399,10 @@ def _admit_only(listener: socket.socket, addresses: Collection[str]) -> None:
     program = [(0x20, 0, 0, 0xFFF0_0000 + 12)]
     for address in sorted(addresses):
         # BPF_JMP+BPF_JEQ+BPF_K: skip the next instruction unless equal; BPF_RET+BPF_K: accept
-        program += [(0x15, 0, 1, int(ipaddress.IPv4Address(address))), (0x06, 0, 0, 0xFFFF_FFFF)]
+        program += [
+            (0x15, 0, 1, int(ipaddress.IPv4Address(address))),
+            (0x06, 0, 0, 0xFFFF_FFFF),
+        ]
     # drop
     program.append((0x06, 0, 0, 0))
     code = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
@@ -408,7 +415,11 @@ def _admit_only(listener: socket.socket, addresses: Collection[str]) -> None:
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:
-    """Receive exactly `count` bytes, or raise OSError at the connection's time limit."""
+    """Receive exactly `count` bytes.
+
+    Raises:
+        OSError: The bytes do not come within the connection's time limit.
+    """
     ends = time.monotonic() + (connection.gettimeout() or HANDSHAKE_S)
     received = b""
     while len(received) < count:

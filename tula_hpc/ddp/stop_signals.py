@@ -41,7 +41,11 @@ class Suspensions:
 
     @contextlib.contextmanager
     def blamed(self) -> Iterator[None]:
-        """Raise PreemptedError in place of a collective's time-out after a suspension."""
+        """Blame a suspension if a collective times out after it.
+
+        Raises:
+            PreemptedError: In place of the collective's error.
+        """
         try:
             yield
         except RuntimeError as error:

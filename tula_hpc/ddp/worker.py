@@ -31,7 +31,14 @@ from tula_hpc.workloads.workload import autocast_on, build_workload, refuse_unus
 
 
 class Worker:
-    """One process of a data-parallel job."""
+    """One process of a data-parallel job.
+
+    Args:
+        sweep: Workload and method.
+        cluster: The device and the CPUs that a worker has.
+        configuration: Nodes, workers per node and local batch.
+        env: This process's rank in the job.
+    """
 
     def __init__(
         self,
@@ -144,8 +151,11 @@ class Worker:
     ) -> Tensor:
         """Return the mean loss of the local batch, detached, and leave gradients in `.grad`.
 
-        `synchronize`: all-reduce the gradients. `whole`: take the batch at once even if a step
-        splits it into micro-batches.
+        Args:
+            inputs: The batch.
+            targets: The targets of the same samples.
+            synchronize: All-reduce the gradients.
+            whole: Take the batch at once even if a step splits it into micro-batches.
         """
         quiet = isinstance(self.parallel, DistributedDataParallel) and not synchronize
         with self.parallel.no_sync() if quiet else contextlib.nullcontext():  # type: ignore[operator]

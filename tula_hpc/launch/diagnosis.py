@@ -94,7 +94,11 @@ _SIGNS = (
     # before DEVICE_FAILED: its sentence may quote why there is no device
     _Sign(Failure.BAD_INPUT, frozenset(), rf"{_raised(Failure.BAD_INPUT)}|{PYTHON_GONE}"),
     # before its consequences: peers wait for a worker with a broken device until their time is up
-    _Sign(Failure.DEVICE_FAILED, frozenset(), rf"{_raised(Failure.DEVICE_FAILED)}|{DEVICE_WORDS}"),
+    _Sign(
+        Failure.DEVICE_FAILED,
+        frozenset(),
+        rf"{_raised(Failure.DEVICE_FAILED)}|{DEVICE_WORDS}",
+    ),
     _Sign(
         Failure.NODE_FAILED,
         frozenset({"NODE_FAIL", "BOOT_FAIL"}),
@@ -355,7 +359,10 @@ _KINDS = (
         "a reservation has its nodes, or begins before its time limit would end: `scontrol show "
         "reservation` says until when; with shorter train_minutes or profile_minutes it may begin now",
     ),
-    _Kind("ReqNodeNotAvail.*", "its nodes are down or drained (`sinfo -R` says why), or reserved"),
+    _Kind(
+        "ReqNodeNotAvail.*",
+        "its nodes are down or drained (`sinfo -R` says why), or reserved",
+    ),
     _Kind(
         "Nodes required for job are .*",
         "its nodes are down or drained (`sinfo -R` says why), or kept for other jobs",

@@ -104,7 +104,12 @@ class Limits(NamedTuple):
     several_hosts: bool
 
     def pause_s(self, waited_s: float, *, missed: bool) -> float:
-        """Return the pause before the next look: long waits ask less often."""
+        """Return the pause before the next look: long waits ask less often.
+
+        Args:
+            waited_s: Seconds of waiting so far.
+            missed: Whether a job was missing at the last look: a few more decide if it is over.
+        """
         if missed:
             return min(self.poll_s, MISSED_PAUSE_S)
         return min(self.longest_poll_s, max(self.poll_s, waited_s / 60))
@@ -128,7 +133,11 @@ fi' ERR"""
 
 
 def write_setup(folder: Path, cluster: ClusterSpec) -> str:
-    """Write the setup file; return its SHA-256."""
+    """Write the setup file; return its SHA-256.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
     text = setup_text(cluster)
     write_atomically(folder / SETUP_FILE, text)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -28,7 +28,11 @@ WAIT_S = 60.0
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Load the job and do it."""
+    """Load the job and do it.
+
+    Raises:
+        SystemExit: The pickle is not the one that was submitted.
+    """
     # first of all: torch's import takes seconds, in which the controller may be killed
     end_with_controller()
     folder, index, sha256 = arguments

@@ -156,12 +156,19 @@ class Launcher:
         """Submit one array, or as few as the site's MaxArraySize allows, one after another.
 
         Every array has a folder and a name of its own, so that no old result looks new if the
-        scheduler counts its job ids from 1 again. Return the accepted jobs, at least one: the first
-        ones, if the site limits their number.
+        scheduler counts its job ids from 1 again.
 
-        `data` has further fields of each job's "submitted" event, `after` the ids of jobs that must
-        be over before these start. `patient`: wait for room below a site's limit, and record a
-        refusal.
+        Args:
+            jobs: Callables to run.
+            stage: Names the folder and the jobs.
+            nodes: Number of nodes of each job.
+            minutes: Time limit of each job.
+            data: Further fields of each job's "submitted" event.
+            after: Ids of jobs that must be over before these start.
+            patient: Whether to wait for room below a site's limit, and to record a refusal.
+
+        Returns:
+            The accepted jobs, at least one: the first ones, if the site limits their number.
 
         Raises:
             LaunchError: The scheduler refused, or there is no room and waiting would not help.

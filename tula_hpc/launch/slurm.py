@@ -191,6 +191,9 @@ def _queued(
     """Return squeue's rows; its headings distinguish an answer without jobs from no answer.
 
     Only rows with a job's id first and a match of `second` next are squeue's, not the site's own.
+
+    Raises:
+        LaunchError: squeue does not answer.
     """
     text = run_command(["squeue", *options, "-o", "|".join(columns)], timeout_s)
     rows = _rows(text, len(columns))

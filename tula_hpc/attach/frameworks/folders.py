@@ -96,7 +96,11 @@ def kept_in_folder(name: str, thing: Any, holder: Keeper) -> Any:
 
 
 def check_folders(place: Path, state: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for a checkpoint whose folders have changed since."""
+    """Refuse a checkpoint whose folders have changed since.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+    """
     for kept in _folders_of(state):
         folder = place / Path(kept["folder"]).name
         for name, noted in kept["files"].items():

@@ -253,6 +253,7 @@ def _train_no_further(trainer: Any) -> None:
 
 @contextmanager
 def _changed(thing: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """Give attributes of a thing other values within the block."""
     before = {name: getattr(thing, name) for name in values}
     try:
         for name, value in values.items():

@@ -316,6 +316,7 @@ def _samplers(loaders: Iterable[Any]) -> Iterator[Any]:
 
 @contextmanager
 def _without_logs(module: Any) -> Iterator[None]:
+    """Discard the values that a module logs in the block."""
     names = ("log", "log_dict")
     for name in names:
         vars(module)[name] = lambda *_, **__: None

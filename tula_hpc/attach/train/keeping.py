@@ -109,6 +109,7 @@ class Keeper(SafePoints):
             self._keep_one(name, thing)
 
     def _latest(self) -> LoadedCheckpoint | None:
+        """Return the newest checkpoint that the script can go on from."""
         loaded = self.store.load_latest(check=partial(check_folders, self.store.folder))
         if loaded is None:
             return None

@@ -106,7 +106,11 @@ def _unpadded(content: bytes) -> str:
 
 
 def require_state(name: str, thing: Any) -> None:
-    """Refuse to keep a thing that has no state, such as a plain number or a dictionary."""
+    """Refuse to keep a thing that has no state, such as a plain number or a dictionary.
+
+    Raises:
+        InputError: It lacks `state_dict` or `load_state_dict`.
+    """
     for method in ("state_dict", "load_state_dict"):
         if not callable(getattr(thing, method, None)):
             kind = type(thing).__name__

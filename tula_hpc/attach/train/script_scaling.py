@@ -257,6 +257,9 @@ def refuse_nan(optimizer: Optimizer | None, steps: int) -> None:
     """End a training with a nan among its weights, as a script's loss is not seen from outside.
 
     A script has no optimizer before its first step.
+
+    Raises:
+        DivergedError: A weight is nan.
     """
     groups = [] if optimizer is None else optimizer.param_groups
     with torch.no_grad():

@@ -398,6 +398,7 @@ class ScriptTraining(Mode):
         self._is_between = False
 
     def _meet(self) -> Agreement:
+        """Make the agreement between the workers. Collective."""
         self._peers = ScriptPeers(self.spec.world_size, model=self.hooks.inner_model)
         self._read = partial(self.readings, self._peers)
         self._agreement = Agreement(self._peers, self.stop, every_s=self.look_every_s)
