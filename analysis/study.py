@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tula_hpc.analysis.report.study_page import study_text, write_study_report
+from tula_hpc.analysis.report.study_page import report_study
 from tula_hpc.command_errors import CommandParser, exit_code_of
 from tula_hpc.formatting import printable_output
 from tula_hpc.records import RunDirectory
@@ -30,10 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    run = RunDirectory(options.run)
-    paths = write_study_report(run)
-    print(study_text(run))
-    print(f"report: {paths[0]}")
+    print(report_study(RunDirectory(options.run)))
     return 0
 
 

@@ -101,6 +101,19 @@ def test_processes_of_others_that_hold_much_of_a_gpu_are_named(
     assert bool(found) == bool(held)
 
 
+@pytest.mark.processes
+def test_a_process_of_the_same_slurm_job_is_no_other_wherever_it_descends_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container each task has an ancestor of its own."""
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.setattr("tula_hpc.process_memory.descendants", lambda _: iter(()))
+    for job_id, is_other in (("5", False), ("6", True)):
+        with subprocess.Popen(["/bin/sleep", "60"], env={"SLURM_JOB_ID": job_id}) as process:
+            message = SHARED_GPU.replace("4194305", str(process.pid))
+            assert bool(held_by_others(torch.OutOfMemoryError(message), 1)) == is_other
+            process.kill()
+
+
 def test_the_parent_of_a_process_is_known_while_it_lives() -> None:
     assert parent_of(os.getpid()) == os.getppid()
     assert parent_of(2**22 + 1) == 0

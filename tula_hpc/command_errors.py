@@ -163,7 +163,9 @@ def _what_to_do(error: TulaError, options: argparse.Namespace) -> str:
 
 def _full_folder(options: argparse.Namespace) -> str:
     """Name the full folder, which a failed write does not name; "" if all of them have space."""
-    folders = [getattr(options, "run_dir", None) or Path("runs"), Path()]
+    named = [getattr(options, name, None) for name in ("run_dir", "run")]
+    named += getattr(options, "runs", ())
+    folders = [*filter(None, named), Path("runs"), Path()]
     # gettempdir() raises if it finds no folder with space
     with contextlib.suppress(OSError):
         folders.append(Path(tempfile.gettempdir()))

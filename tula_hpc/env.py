@@ -272,6 +272,16 @@ def slurm_job_id() -> str | None:
     return os.environ.get("SLURM_JOB_ID") if _started_by_slurm() else None
 
 
+def is_of_this_slurm_job(pid: str) -> bool:
+    """Tell whether a process of this node was started by the same Slurm job as this process."""
+    job_id = slurm_job_id()
+    # other users' variables cannot be read
+    with contextlib.suppress(OSError):
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return job_id is not None and f"SLURM_JOB_ID={job_id}".encode() in variables
+    return False
+
+
 def meeting_variables() -> dict[str, str]:
     """Return the set variables that name the address and port where a script's processes meet."""
     names = ("MASTER_ADDR", "MASTER_PORT")

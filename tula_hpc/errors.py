@@ -14,7 +14,7 @@
     │   ├── DataError           data could not be read this time
     │   ├── PreemptedError      the job had to make room for others
     │   ├── CancelledJobError   somebody cancelled the job
-    │   ├── DeviceError         a device of a node, or its driver, is broken
+    │   ├── DeviceError         a device is broken, or other jobs hold its memory
     │   ├── StorageError        a file cannot be written: no space, no quota, or no right
     │   ├── NotEnoughDataError  too few measurements to fit a model
     │   ├── DivergedError       the loss is not finite
@@ -119,7 +119,7 @@ class CancelledJobError(StageError):
 
 
 class DeviceError(StageError):
-    """A device of a node, or its driver, is broken; other nodes can do the work."""
+    """A device is broken, or other jobs hold its memory; other nodes can do the work."""
 
     failure = Failure.DEVICE_FAILED
 

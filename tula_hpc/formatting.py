@@ -125,8 +125,8 @@ def duration_within(seconds: float, low: float, high: float, reference: float | 
 
 
 def _within(seconds: float, step: float) -> str:
+    rounded = _rounded_s(seconds, step)
     step = _own_step_s(seconds, step)
-    rounded = step * round(seconds / step)
     if step >= 1 and 0 <= rounded < MINUTE_S:
         return f"{rounded:.0f} s"
     if step >= 1 or abs(rounded) >= MINUTE_S:
@@ -456,7 +456,10 @@ def printable_output() -> Iterator[None]:
 
 
 def with_own_escapes(stream: TextIO) -> TextIO:
-    """Return the raw stream, for clean output with terminal escapes of its own."""
+    """Return the raw stream, for clean output with terminal escapes of its own.
+
+    From now on, characters that its encoding lacks are escaped as in JSON.
+    """
     while isinstance(stream, _PrintableStream):
         stream = stream.stream
     if isinstance(stream, io.TextIOWrapper):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from tula_hpc.env import is_of_this_slurm_job
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import format_bytes, listed
 
@@ -202,8 +203,8 @@ MUCH = 0.2
 def held_by_others(error: BaseException, job: int) -> str:
     """Say which processes outside of this job held much of a GPU where its memory ran out.
 
-    "" if none did, or if torch's message does not say so. `job` is the process from which all
-    processes of this job on this node descend.
+    "" if none did, or if torch's message does not say so. `job` is a process from which processes
+    of this job descend. In containers not all do, but they have the number of their Slurm job.
     """
     text = str(error)
     whole = _WHOLE_DEVICE.search(text)
@@ -214,13 +215,14 @@ def held_by_others(error: BaseException, job: int) -> str:
     others = {
         pid: float(count) * _UNIT_BYTES[unit]
         for pid, count, unit in _OTHER_PROCESS.findall(text)
-        if pid not in ours
+        if pid not in ours and not is_of_this_slurm_job(pid)
     }
     held_bytes = sum(others.values())
     whole_bytes = float(whole[1]) * _UNIT_BYTES[whole[2]]
     if held_bytes < MUCH * whole_bytes:
         return ""
+    noun = "process" if len(others) == 1 else "processes"
     return (
         f"{format_bytes(held_bytes)} of the device's {format_bytes(whole_bytes)} were held outside "
-        f"of this job, by process {listed(list(others))}"
+        f"of this job, by {noun} {listed(list(others))}"
     )

@@ -269,14 +269,13 @@ def random_numbers() -> RandomNumbers:
 @contextlib.contextmanager
 def random_numbers_kept() -> Iterator[None]:
     """Restore Python's, NumPy's and torch's CPU random numbers after the block."""
-    python = random.getstate()
-    numpy = np.random.get_state()
+    before = random_numbers()
     with torch.random.fork_rng(devices=[]):
         try:
             yield
         finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+            random.setstate(before.python)
+            np.random.set_state(before.numpy)
 
 
 def seed_random_numbers(seed: int) -> None:

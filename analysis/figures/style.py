@@ -285,7 +285,7 @@ _FEWEST = 3
 
 
 def even_ticks(axis: Axis, most: int, *, longest_s: float | None = None) -> None:
-    """Set at most about `most` ticks at multiples of a round number; of durations up to `longest_s`."""
+    """Set about `most` ticks at round numbers, or at round durations up to `longest_s`."""
     axis.set_major_locator(MaxNLocator(most, steps=[*_ROUND, 10]))
     if longest_s is not None:
         steps = [step for step in _DURATIONS if most * step >= longest_s]

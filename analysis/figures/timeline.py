@@ -260,8 +260,8 @@ def _caption(found: Sequence[Stretch], rows: Sequence[str]) -> str:
     last = {one.row: one for one in found}.values()
     if any(one.kind == "waiting" for one in last):
         text += (
-            "A job that has given no sign yet is drawn as waiting, up to the time of this report if "
-            "a command was at work then. "
+            "A job that has given no sign yet is drawn as waiting, up to the time of this report "
+            "if a command was at work then. "
         )
     if any(one.is_interrupted for one in found):
         text += "A cross marks where a preemption, a time limit or a failure ended a run. "

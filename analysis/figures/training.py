@@ -28,8 +28,6 @@ EVENT_NAMES = {
     "failed": "failed",
 }
 
-# values of training.method that scale gradients
-SCALING = ("ags", "static", "adascale")
 MAX_NAME_ROWS = 3
 # (epoch, score) without a score: matplotlib draws nothing for NaN
 NOTHING = [(0, math.nan)]
@@ -249,7 +247,7 @@ def draw_gradient_scale(run: RunContents) -> Drawing | Missing:
     """Draw Δ(G) with its threshold, the gradient scale and the share of scaled steps."""
     missing = Missing("gradient_scale", "gradient variability and scale", "")
     if run.sweep is not None:
-        missing = missing._replace(optional=run.sweep.training.method not in SCALING)
+        missing = missing._replace(optional=not run.sweep.training.scales)
     if not run.trainings:
         return missing._replace(why="training has not started yet")
     scaled = (

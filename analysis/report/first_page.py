@@ -104,9 +104,9 @@ def _without_plan(run: RunContents) -> Iterator[str]:
     measured = f"{plural(count, 'configuration')} {'has' if count == 1 else 'have'} been measured"
     if not ok:
         measured = "No configuration has been measured"
-    out = _configurations(filter(is_out_of_memory, run.measurements))
-    failed = max(0, _configurations(run.measurements) - count - out)
-    ends = {"ran out of memory": out, "failed": failed}
+    out = [row for row in run.measurements if is_out_of_memory(row)]
+    failed = _configurations(run.measurements) - _configurations([*ok, *out])
+    ends = {"ran out of memory": _configurations(out), "failed": failed}
     others = "".join(f", {number} {end}" for end, number in ends.items() if number)
     yield f"{measured}{others or ' so far'}."
     epochs = {}

@@ -69,11 +69,12 @@ def write_study_report(run: RunDirectory) -> list[Path]:
     return replace_files(run.report, STUDY_FIGURES, files | figures)
 
 
-def study_text(run: RunDirectory) -> str:
-    """Return the table for a terminal, and the answer below it."""
+def report_study(run: RunDirectory) -> str:
+    """Write a study's report; return its table for a terminal, the answer, and the page's file."""
+    paths = write_study_report(run)
     contents, table = _read(run)
     doubts = [f"warning: {doubt}" for doubt in cautions(contents, table)]
-    return "\n".join([plain_text(table), "", answer(table), *doubts])
+    return "\n".join([plain_text(table), "", answer(table), *doubts, f"report: {paths[0]}"])
 
 
 def _read(run: RunDirectory) -> tuple[StudyContents, StudyTable]:

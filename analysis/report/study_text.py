@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
 
 from tula_hpc.analysis.planning.warnings import SCALED_NOTHING
 from tula_hpc.analysis.report.tables import TextTable, latex_escaped
@@ -54,8 +53,9 @@ def _verdict(table: StudyTable, batch: int) -> Iterator[str]:
         yield f"Worst {_verb_and_names(worst)} with {percent(worst[0].test)}."
     # `_loss` already names plain training that diverged
     ended: dict[str, list[str]] = {}
-    for entry in filter(attrgetter("diverged"), methods):
-        ended.setdefault(_diverged(entry), []).append(entry.column)
+    for entry in methods:
+        if entry.diverged:
+            ended.setdefault(_diverged(entry), []).append(entry.column)
     for words, names in ended.items():
         yield f"{listed(names)} {words if len(names) == 1 else f'each {words}'}."
 

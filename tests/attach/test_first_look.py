@@ -21,6 +21,7 @@ from tula_hpc.attach.script import ParsedOptions, note_parsed, with_placeholders
 from tula_hpc.config import ClusterSpec, check_together, load_sweep, load_together
 from tula_hpc.errors import InputError
 from tula_hpc.init.__main__ import main as init
+from tula_hpc.init.script_options import read_options
 
 
 def look(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -190,7 +191,7 @@ def seen_of(**facts: object) -> dict[str, object]:
     [
         ('parser.add_argument("--resume")\ntorch.save(model, "last.pt")', 'resume_arguments = ["--resume", "last.pt"]'),
         ('parser.add_argument("--resume", action="store_true")', 'resume_arguments = ["--resume"]'),
-        ("", '# resume_arguments = ["--resume", "last.pt"] # options that resume it; [] if it does so itself; '),
+        ("", '# resume_arguments = ["--resume", "last.pt"] # options that resume it, [] if it does by itself; '),
         ("import tula_hpc.attach as tula\ntula.keep(model=model)", ""),
     ],
 )
@@ -444,6 +445,14 @@ def test_the_source_shows_whether_the_batch_is_that_of_all_workers(
             assert f'{{{placeholder}}}"]' in line
             # where the source does not show it, the line says how to change it
             assert ("# {global_batch} instead, if the script divides" in line) == (placeholder == "local_batch")
+
+
+def test_a_key_of_a_configuration_may_set_the_batch_of_all_workers(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text("load(config.train.batch_size // world_size)")
+    given = ["train.lr=0.1", "train.batch_size={local_batch}"]
+    found = read_options(program, takes_keys=True).for_all_workers(given)
+    assert found == ["train.lr=0.1", "train.batch_size={global_batch}"]
 
 
 def test_options_of_click_are_known_while_its_command_runs() -> None:

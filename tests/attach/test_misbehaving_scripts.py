@@ -421,6 +421,16 @@ def test_no_worker_ends_before_the_one_that_puts_the_failure_on_record(
         assert done == expected
 
 
+@pytest.mark.parametrize("failure", [Failure.DEVICE_OOM, Failure.DEVICE_FAILED])
+def test_a_worker_says_why_the_script_failed_where_rank_0_has_ended_with_the_store(failure: Failure) -> None:
+    def meet() -> None:
+        raise torch.distributed.DistStoreError("connection reset by peer")
+
+    found = ProcessEnd(rank=0, message=ProcessMessage(state="failed", failure=failure, detail=ECC), log="/nowhere")
+    with pytest.raises(SystemExit, match=rf"rank 0 at .*{ECC}"):
+        end_as(found, Configuration(1, 2, BATCH), 1, lambda _: None, meet)
+
+
 def test_different_collectives_of_workers_are_reported() -> None:
     """gloo prints this if one worker calls all_reduce within `if rank == 0` while the others exchange gradients."""
     words = (

@@ -364,6 +364,7 @@ def test_a_users_file_from_before_the_training_does_not_count_as_saved(
         (["--resume=auto"], False),
         # it may have saved in a format that is not known here
         (["--auto-resume"], True),
+        (["--auto_resume=True"], True),
         ([], True),
     ],
 )

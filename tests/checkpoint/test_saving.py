@@ -194,9 +194,9 @@ def test_the_next_save_reports_a_full_disk_if_nothing_did_before(
 @pytest.mark.parametrize(
     ("cause", "words", "failure"),
     [
-        (OSError(errno.EIO, "x"), "cannot be saved: Input/output error; its own log", Failure.KILLED),
-        (OSError(errno.ENOSPC, "x"), "cannot be saved: No space left on device; its own log", Failure.NO_SPACE),
-        (None, "cannot be saved; its own log", Failure.BUG),
+        (OSError(errno.EIO, "x"), "cannot be saved: Input/output error; that worker's log", Failure.KILLED),
+        (OSError(errno.ENOSPC, "x"), "cannot be saved: No space left on device; that worker's log", Failure.NO_SPACE),
+        (None, "cannot be saved; that worker's log", Failure.BUG),
     ],
 )
 def test_workers_whose_peer_failed_to_write_end_as_well_for_the_same_reason(

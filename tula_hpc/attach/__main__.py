@@ -400,8 +400,15 @@ def _for_all_workers(arguments: list[str], options: argparse.Namespace) -> list[
     program = program_of(options.script) if options.is_module else Path(options.script)
     # the source of a module may be unreadable here
     with contextlib.suppress(ValueError):
-        return read_options(program).for_all_workers(arguments) if program else arguments
+        if program:
+            source = read_options(program, takes_keys=_gives_keys(arguments))
+            return source.for_all_workers(arguments)
     return arguments
+
+
+def _gives_keys(arguments: Sequence[str]) -> bool:
+    """Tell whether arguments are keys of a configuration, as in `train.lr=0.1`."""
+    return any(re.match(r"[^-=]+=", argument) for argument in arguments)
 
 
 def _asked_arguments(
@@ -461,7 +468,7 @@ def _with_batch(
     own = next((name for name in known.names.values() if "batch" in name), None)
     if own is not None:
         return [*arguments, *worded(own, "{local_batch}")]
-    is_keyed = any(re.match(r"[^-=]+=", argument) for argument in arguments)
+    is_keyed = _gives_keys(arguments)
     if not options.is_module:
         source = read_options(Path(options.script), takes_keys=is_keyed)
         if source.batch is not None:

@@ -411,7 +411,7 @@ def worst(outcomes: list[ProcessEnd]) -> ProcessEnd:
 
 @contextlib.contextmanager
 def own_output(folder: Path, rank: int) -> Iterator[tuple[Path, IO[bytes]]]:
-    """Open the log of a rank's script beside the folder in which it runs; yield that, and the log."""
+    """Open the log of a rank's script; yield the folder in which it runs, and the log."""
     with (folder / f"rank-{rank}.log").open("ab") as output:
         yield folder / "work", output
 
@@ -445,6 +445,15 @@ def error_of(outcome: ProcessEnd, key: str) -> TulaError:
     return kind(words)
 
 
+def _has_met(meet: Callable[[], object]) -> bool:
+    """Tell whether the workers met: rank 0 may have ended, and with it the store they meet in."""
+    try:
+        meet()
+    except RuntimeError:
+        return False
+    return True
+
+
 def end_as(
     found: ProcessEnd,
     configuration: Configuration,
@@ -467,11 +476,11 @@ def end_as(
     if failure is not None and failure.is_oom:
         if is_mine:
             record_oom(failure)
-        meet()
-        raise SystemExit(f"out of memory ({failure}) at {configuration}: recorded")
+        if _has_met(meet) or is_mine:
+            raise SystemExit(f"out of memory ({failure}) at {configuration}: recorded")
     if failure is Failure.DEVICE_FAILED and not is_mine:
         # that worker does not come: it reports the device, and ends
-        meet()
+        _has_met(meet)
     if is_mine:
         sys.stderr.write(end_of(Path(found.log)))
     sys.stderr.flush()

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from tula_hpc.config import SweepSpec
 from tula_hpc.config.workload import PLACEHOLDER
 from tula_hpc.env import WorkerEnvironment
-from tula_hpc.init.script_options import collects_rollouts, is_batch_of_all
+from tula_hpc.init.script_options import collects_rollouts, flags_of, is_batch_of_all
 from tula_hpc.records import Configuration
 
 # how far, relative to the batch asked for, the mean of batches that are drawn at random may lie
@@ -390,7 +390,7 @@ def with_placeholders(
     one worker, whose steps had `passes` forward passes of `batch` samples each.
     """
     found = list(arguments)
-    flags = [options.names.get(flag, flag).lower() for flag in _flags_of(arguments)]
+    flags = [options.names.get(flag, flag).lower() for flag in flags_of(arguments)]
     values = [re.fullmatch(r"(.*=)?(\d+)", argument) for argument in arguments]
     # options for the batch of all workers last, as that of a worker may have the same value
     order = sorted(range(len(flags)), key=lambda index: is_batch_of_all(flags[index]))
@@ -432,7 +432,7 @@ def with_placeholders(
 
 def steps_asked(arguments: Sequence[str], options: ParsedOptions) -> set[int]:
     """Return the steps of a whole training that arguments, or the parser's defaults, ask for."""
-    flags = _flags_of(arguments)
+    flags = flags_of(arguments)
     last = [argument.rpartition("=")[2] for argument in arguments]
     typed = [
         (options.names.get(f, f), int(n)) for f, n in zip(flags, last, strict=True) if n.isdigit()
@@ -491,10 +491,3 @@ def _is_whole_batch(flag: str) -> bool:
 
 def _is_of(flag: str, names: Sequence[str]) -> bool:
     return any(name in flag for name in names)
-
-
-def _flags_of(arguments: Sequence[str]) -> list[str]:
-    """Return the name that each value belongs to, as in `--name 5`, `--name=5` or `name=5`."""
-    parted = (argument.rpartition("=") for argument in arguments)
-    before = ["", *arguments]
-    return [name if equals else before[i] for i, (name, equals, _) in enumerate(parted)]

@@ -192,8 +192,8 @@ class ScriptProfile(MeasuredSteps):
         only = ", ".join(self._others())
         if self.spec.counted_model is None and not any(map(model_of, self.hooks.others)):
             return (
-                f": {only} took steps, but no torch.nn.Module has its parameters; have a module hold "
-                "them, and call it"
+                f": {only} took steps, but no torch.nn.Module has its parameters; have a module "
+                "hold them, and call it"
             )
         return f": no optimizer of the model that counts took a step, only {only}"
 
@@ -238,8 +238,9 @@ class ScriptProfile(MeasuredSteps):
         # the first step has just ended
         if _searches_batch():
             raise InputError(
-                f"{self.spec.program.name} searches for its batch by Lightning's BatchSizeFinder (or "
-                "Tuner.scale_batch_size), but the sweep chooses its batch: leave that search out"
+                f"{self.spec.program.name} searches for its batch by Lightning's BatchSizeFinder "
+                "(or Tuner.scale_batch_size), but the sweep chooses its batch: leave that search "
+                "out"
             )
         if self.spec.mode == "look":
             note_parsed(self.options)

@@ -29,12 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_hpc.command_errors import CommandParser, exit_code_of
-from tula_hpc.errors import (
-    LaunchError,
-    NotConfiguredError,
-    NotStartedError,
-    RunDirectoryError,
-)
+from tula_hpc.errors import LaunchError, NotConfiguredError, NotStartedError, RunDirectoryError
 from tula_hpc.files import make_private, write_out
 from tula_hpc.formatting import printable_output, wrapped
 

@@ -69,26 +69,27 @@ class BackgroundWriter:
         return (0.0, error) if error is not None else (write.result(), None)
 
 
-# number of an error that is not the operating system's
-NO_NUMBER = 10_000
+# Number of an error that is not the operating system's. Of several workers' numbers the largest
+# counts, and the others say more.
+NO_NUMBER = 0.5
 
 
-def error_number(error: BaseException | None) -> int:
-    """Return the operating system's number of an error in saving, for other workers; 0: no error."""
+def error_number(error: BaseException | None) -> float:
+    """Return an error's number in the operating system, for other workers; 0: no error."""
     cause = None if error is None else error.__cause__
     if isinstance(cause, OSError) and cause.errno:
         return cause.errno
     return 0 if error is None else NO_NUMBER
 
 
-def words_of(number: int) -> str:
-    """Say why another worker could not save.
+def words_of(number: float) -> str:
+    """Return the end of a sentence about a thing that another worker could not save, and why.
 
     The job's failure must be known by each worker's log: the first worker that ends makes srun -K1
     end the others, perhaps before they have written theirs.
     """
-    why = "" if number == NO_NUMBER else f": {os.strerror(number)}"
-    return f"cannot be saved{why}; its own log may say more"
+    why = "" if number == NO_NUMBER else f": {os.strerror(int(number))}"
+    return f"cannot be saved{why}; that worker's log may say more"
 
 
 class OwnState(Protocol):
@@ -197,11 +198,11 @@ class Saving:
         landed = self._finish()
         seconds, error = landed or (0.0, None)
         error = error or self._folder_error()
-        (number,) = self.worker.agree(float(error_number(error)))
+        (number,) = self.worker.agree(error_number(error))
         if error is not None:
             raise error
         if number:
-            raise CheckpointError(f"rank 0's checkpoint {words_of(int(number))}")
+            raise CheckpointError(f"rank 0's checkpoint {words_of(number)}")
         if landed is not None and measured:
             self.cadence.ended(seconds)
 

@@ -44,9 +44,9 @@ class LocalStates:
         # not in the background: rank 0 may begin its file only after all the others are on disk
         if self.worker.env.rank != 0:
             error = self._save_own(samples_seen, restart_count)
-        (number,) = self.worker.agree(float(error_number(error)))
+        (number,) = self.worker.agree(error_number(error))
         if number:
-            raise error or CheckpointError(f"another worker's state {words_of(int(number))}")
+            raise error or CheckpointError(f"another worker's state {words_of(number)}")
         return {WORKERS: self.worker.env.world_size}
 
     def _save_own(self, samples_seen: int, restart_count: int) -> CheckpointError | None:

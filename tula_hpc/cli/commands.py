@@ -51,7 +51,7 @@ COMMANDS = {
 WAY = (
     ("init --script train.py", "write cluster.toml and train.toml, with some values unknown"),
     ("attach --into train.toml train.py --epochs 100", "run it here for some steps, fill these in"),
-    ("check cluster.toml --sweep train.toml", "is the cluster as its file says? 3 minutes"),
+    ("check cluster.toml --sweep train.toml", "is the cluster as its file says? takes 3 minutes"),
     ("sweep train.toml --cluster cluster.toml --until plan", "measure, and choose"),
     ("status runs/train", "what runs and waits, and what it cost so far"),
     ("plan runs/train --objective cost", "plan again from the same measurements"),

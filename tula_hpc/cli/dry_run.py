@@ -86,10 +86,10 @@ def _with_training(sweep: Sweep, begun: Iterable[Beginning], profiling: Preview)
     if chosen is not None:
         there = sweep.on(chosen.partition)
         lines = [_planned_training(there, chosen)]
-        scripts = [*_train_script(there, chosen.nodes)]
+        scripts = list(_train_script(there, chosen.nodes))
     else:
         parts = parts_of(sweep)
-        lines = [*map(_training, parts)]
+        lines = list(map(_training, parts))
         scripts = [
             script
             for part in parts

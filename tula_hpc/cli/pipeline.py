@@ -27,7 +27,6 @@ from tula_hpc.records import (
     MAIN_LABEL,
     Measurement,
     Plan,
-    RunDirectory,
     TrainResult,
     grouped,
     read_metrics,
@@ -460,19 +459,12 @@ def _run_study(sweep: Sweep, *, report: bool) -> int:
         f"{len(cells) - len(failures)} of {plural(len(cells), 'training')} done",
     )
     if report:
-        report_study(sweep.run)
+        from tula_hpc.analysis.report.study_page import report_study
+
+        print(report_study(sweep.run))
     if failures:
         raise StageError(_describe(failures))
     return 0
-
-
-def report_study(run: RunDirectory) -> None:
-    """Write a study's report and print its table."""
-    from tula_hpc.analysis.report.study_page import study_text, write_study_report
-
-    paths = write_study_report(run)
-    print(study_text(run))
-    print(f"report: {paths[0]}")
 
 
 def _describe(failures: Mapping[str, str]) -> str:

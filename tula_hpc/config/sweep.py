@@ -263,10 +263,11 @@ def _check_accumulation(sweep: SweepSpec, part: ClusterSpec, sweep_file: Path | 
 def _check_bounds(search: SearchSpec, part: ClusterSpec, sweep_file: Path | str) -> None:
     for nodes in cluster_sizes(search, part):
         if not local_batches(search, nodes, part.workers_per_node):
-            workers = plural(nodes * part.workers_per_node, "worker")
+            workers = nodes * part.workers_per_node
             message = (
-                f"no batch between {search.min_batch} and {search.max_batch} is {workers} times a "
-                f"power of two; widen the bounds, or take {nodes} out of search.cluster_sizes"
+                f"no batch between {search.min_batch} and {search.max_batch} is a power of two "
+                f"times {workers}, the number of workers; widen the bounds, or take {nodes} out of "
+                "search.cluster_sizes"
             )
             raise InputError(message, source=sweep_file, key="search.min_batch")
 

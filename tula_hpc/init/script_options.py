@@ -19,6 +19,7 @@ from tula_hpc.init.syntax import (
     compared_in,
     computed_in,
     constants_of,
+    divided_by,
     holder_of,
     imported_by,
     keys_of,
@@ -107,13 +108,14 @@ class ScriptOptions(NamedTuple):
 
     def for_all_workers(self, arguments: Sequence[str]) -> list[str]:
         """Return arguments with {global_batch} for {local_batch} where the batch is global."""
-        found = list(arguments)
-        for place, argument in enumerate(arguments):
-            name, equals, _ = argument.rpartition("=")
-            flag = name if equals or not place else arguments[place - 1]
-            is_batch = self.batch is not None and _written(flag) in self.batch.names
-            if is_batch and self.is_global:
-                found[place] = argument.replace("{local_batch}", "{global_batch}")
+        if self.batch is None or not self.is_global:
+            return list(arguments)
+        found = []
+        for flag, argument in zip(flags_of(arguments), arguments, strict=True):
+            # the names of `train.batch_size` are those of its last part
+            is_batch = _written(flag).rpartition(".")[2] in self.batch.names
+            new = argument.replace("{local_batch}", "{global_batch}")
+            found.append(new if is_batch else argument)
         return found
 
 
@@ -209,11 +211,13 @@ def read_options(path: Path, *, takes_keys: bool = False) -> ScriptOptions:
         is_kept=not names.isdisjoint(_KEEPING) and "tula_hpc.attach" in imported_by(tree),
         command=command,
         is_in_package=any(isinstance(n, ast.ImportFrom) and n.level > 0 for n in ast.walk(tree)),
-        shares_passes=roles["accumulation"] is not None
-        and not _divided_by(_OF_WORKERS, tree).isdisjoint(roles["accumulation"].names),
-        shares_batch=roles["batch"] is not None
-        and not _divided_by(_OF_RANKS, tree).isdisjoint(roles["batch"].names),
+        shares_passes=_is_divided(roles["accumulation"], _OF_WORKERS, tree),
+        shares_batch=_is_divided(roles["batch"], _OF_RANKS, tree),
     )
+
+
+def _is_divided(option: Option | None, by: re.Pattern[str], tree: ast.Module) -> bool:
+    return option is not None and not divided_by(by, tree).isdisjoint(option.names)
 
 
 def _training_command(options: Sequence[Option]) -> str:
@@ -474,17 +478,6 @@ def _decorators(tree: ast.Module) -> Iterator[ast.expr]:
             yield from node.decorator_list
 
 
-def _divided_by(workers: re.Pattern[str], tree: ast.Module) -> set[str]:
-    """Return the names of what the script divides by its number of workers."""
-    quotients: list[tuple[ast.expr, ast.expr]] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.FloorDiv | ast.Div):
-            quotients.append((node.target, node.value))
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv | ast.Div):
-            quotients.append((node.left, node.right))
-    return {last_name(of) for of, by in quotients if workers.search(ast.unparse(by))}
-
-
 def _saved(tree: ast.Module) -> Iterator[str]:
     """Yield the names of files that the script passes to a `save` function."""
     for node in ast.walk(tree):
@@ -493,6 +486,13 @@ def _saved(tree: ast.Module) -> Iterator[str]:
                 text = argument.value if isinstance(argument, ast.Constant) else None
                 if isinstance(text, str) and re.fullmatch(r"[\w./-]+\.[a-z]+", text):
                     yield text
+
+
+def flags_of(arguments: Sequence[str]) -> list[str]:
+    """Return the name that each value belongs to, as in `--name 5`, `--name=5` or `name=5`."""
+    parted = (argument.rpartition("=") for argument in arguments)
+    before = ["", *arguments]
+    return [name if equals else before[i] for i, (name, equals, _) in enumerate(parted)]
 
 
 def _written(flag: str) -> str:

@@ -165,7 +165,7 @@ def resume_lines(options: ScriptOptions) -> Iterator[KeyLine]:
     if options.is_kept:
         return
     if resume is None:
-        comment = f"options that resume it; [] if it does so itself; else it begins anew: {UNKNOWN}"
+        comment = f"options that resume it, [] if it does by itself; else it begins anew: {UNKNOWN}"
         yield KeyLine("resume_arguments", ["--resume", "last.pt"], comment, asked=True)
     elif not resume.takes_value:
         yield KeyLine("resume_arguments", resume.words(""), "appended after an interruption")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -88,3 +89,14 @@ def holder_of(function: ast.expr) -> str:
     if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
         return function.value.id
     return ""
+
+
+def divided_by(workers: re.Pattern[str], tree: ast.Module) -> set[str]:
+    """Return the names of what the script divides by its number of workers."""
+    quotients: list[tuple[ast.expr, ast.expr]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.FloorDiv | ast.Div):
+            quotients.append((node.target, node.value))
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv | ast.Div):
+            quotients.append((node.left, node.right))
+    return {last_name(of) for of, by in quotients if workers.search(ast.unparse(by))}

@@ -85,12 +85,12 @@ class Sensitivity:
         if self._seen is None:
             return float("nan"), float("nan"), 0.0, 0, 0.0
         seen = self._seen
-        norm = seen.norm_squared.sqrt()
-        fields = [seen.sensitivity, norm, seen.quiet, seen.quiet_steps, seen.used]
-        change, length, quiet, steps, used = torch.stack(fields).tolist()
+        norms = seen.norm_squared.sqrt()
+        fields = [seen.sensitivity, norms, seen.quiet, seen.quiet_steps, seen.used]
+        change, norm, quiet, steps, used = torch.stack(fields).tolist()
         nothing = torch.zeros_like(seen.quiet_steps)
         self._seen = seen._replace(quiet_steps=nothing, used=nothing)
-        return change, length, quiet, round(steps), used
+        return change, norm, quiet, round(steps), used
 
     def state_dict(self) -> dict[str, Tensor] | None:
         """Return tensors only; None before the first step."""

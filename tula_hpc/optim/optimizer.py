@@ -579,7 +579,10 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
             replaced = pre_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
         own: Any = state_dict.pop(STATE_KEY, None)
-        absent = f"state_dict: no {STATE_KEY!r} entry; a plain optimizer's state goes to optimizer.base.load_state_dict"
+        absent = (
+            f"state_dict: no {STATE_KEY!r} entry; a plain optimizer's state goes to "
+            "optimizer.base.load_state_dict"
+        )
         require(isinstance(own, Mapping), absent)
         self._check_own_state(own)
         self.base.load_state_dict(state_dict)

@@ -44,7 +44,7 @@ def record_oom(
 
 
 def refuse_shared_device(held: str, configuration: Configuration, tried: int) -> None:
-    """Let another job try a configuration, on other hosts, if other jobs' processes held the memory.
+    """Leave a configuration to a job on other hosts if other jobs held the memory.
 
     Args:
         held: What `held_by_others` says.

@@ -164,11 +164,11 @@ class StoppingRule(NamedTuple):
     def steps_per_round(
         self, about_s: float, round_s: float = ROUND_S, multiple_of: int = 1
     ) -> int:
-        """Return the steps in a round of about `round_s` seconds, if one takes about `about_s`.
+        """Return the steps in a round of about `round_s` seconds, if a step takes about `about_s`.
 
-        Five rounds hold at least min_steps, and max_steps holds at least ten rounds. A round is a
-        multiple of the steps in which each loader process delivers once in any case: only whole
-        turns take as long as in training. `about_s` is the same on all workers.
+        Five rounds hold at least min_steps, and max_steps holds at least ten rounds. A round is
+        always a multiple of `multiple_of`, the steps in which each loader process delivers once:
+        only whole turns take as long as in training. `about_s` is the same on all workers.
         """
         wanted = math.ceil(round_s / max(about_s, 1e-6))
         fewest = math.ceil(self.min_steps / LEAST_ROUNDS)
@@ -196,9 +196,9 @@ def least_timed(turn: int) -> int:
 def within(search: SearchSpec, steps: int, turn: int) -> SearchSpec | None:
     """Return limits with which a warm-up and two timings take no more than `steps` of a script.
 
-    It is None if these, which other parts of its profile have left, are too few, or enough for the
-    limits in force. Rounds are multiples of `turn`, the steps in which each loader process delivers
-    once.
+    None if the steps, which are those that other parts of its profile leave, are too few, or enough
+    for the limits in force. Rounds are multiples of `turn`, the steps in which each loader process
+    delivers once.
     """
     most = (steps - search.warmup_steps) // 2
     if not least_timed(turn) <= most < search.max_steps:

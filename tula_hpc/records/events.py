@@ -676,7 +676,7 @@ class RunHistory:
         return False
 
     def stage_failure(self) -> Event | None:
-        """Return the failure of a stage as a whole, not of one of its jobs, if it is the last event.
+        """Return a stage's failure, not that of one of its jobs, if it is the last event.
 
         Its `detail` is a sentence, which begins with the stage if a job could not be submitted.
         """

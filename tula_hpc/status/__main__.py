@@ -5,7 +5,8 @@ the run. It asks Slurm if Slurm's commands are installed; if they are not, or do
 seconds, it reports what the files say.
 
 `--json` prints one object: the fields of `RunStatus` in `run_status.py` and of the records that it
-holds, each explained where it is defined. Values are None if unknown; times are Unix seconds, durations are seconds.
+holds, each explained where it is defined. Values are None if unknown; times are Unix seconds,
+durations are seconds.
 """
 
 from __future__ import annotations
@@ -38,8 +39,7 @@ LOGS = 20
 EXIT_CODES = """\
 exit codes: 0 finished, or still going on; 1 something failed for good, or waits until somebody acts; 2 bad
 input; 3 nothing goes on by itself: run the same command again; 4 unknown, as the scheduler could not be asked.
---json prints the same as one JSON object; tula_hpc/status/run_status.py and the records that it names
-describe its keys.
+--json prints the same as one JSON object; RunStatus in tula_hpc/status/run_status.py describes its keys.
 """
 
 

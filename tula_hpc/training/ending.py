@@ -55,7 +55,7 @@ def record_oom(job: TrainJob, env: WorkerEnvironment, failure: Failure, held: st
         DeviceError: Nothing is recorded, see `record.refuse_shared_device`.
     """
     run = RunDirectory(job.root)
-    tried = run.history().ends(job.label, (Failure.DEVICE_FAILED,))
+    tried = run.history().in_vain(job.label, Failure.DEVICE_FAILED)
     record.refuse_shared_device(held, job.configuration, tried)
     work = job.sweep.workload
     name = job.label.replace("/", "-")

@@ -68,7 +68,8 @@ class AllocationTracker(TorchDispatchMode):
         self._count += 1
         self._add(self._count, size)
         self._living.add(key)
-        weakref.finalize(storage, self._release, key, self._count, size)
+        # at the interpreter's end nobody asks any more
+        weakref.finalize(storage, self._release, key, self._count, size).atexit = False
 
     def _release(self, key: int, number: int, size: int) -> None:
         self._living.remove(key)

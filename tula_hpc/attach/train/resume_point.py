@@ -21,6 +21,8 @@ from tula_hpc.records.base import Record
 
 # seconds by which the time of a file may be behind the clock
 FILE_CLOCK_S = 0.02
+# values that switch an option on, which name no checkpoint
+SWITCHES = ("true", "yes", "on", "1")
 # relative difference up to which left-over samples are taken for a repeated part of an epoch
 SAME = 0.1
 
@@ -149,7 +151,7 @@ def _look_for_saved(
             saved_at = max(saved_at or 0.0, written_at)
         elif _should_be_saved(file, name, work):
             return f"begins anew: the script has not written {named} yet", None
-        is_word |= not (name.startswith("-") or file.exists())
+        is_word |= not (name.startswith("-") or file.exists() or name.lower() in SWITCHES)
         resuming.append(f"{option}{equals}{named}")
     saved_at = saved_at or last_saved_in(work)
     logged_at = run.train(job.label).metrics_file.stat().st_mtime
