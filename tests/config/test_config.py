@@ -588,12 +588,12 @@ def test_an_entry_point_without_the_function_is_refused(here: Path, source: str,
         (
             {"search": {"cluster_sizes": [3], "min_batch": 32, "max_batch": 40}},
             {},
-            "s: search.min_batch: no batch between 32 and 40 is 3 workers times a power of two",
+            "s: search.min_batch: no batch between 32 and 40 is a power of two times 3, the number of workers",
         ),
         (
             {"search": {"cluster_sizes": [1], "min_batch": 33, "max_batch": 40}},
             {},
-            "s: search.min_batch: no batch between 33 and 40 is 1 worker times a power of two",
+            "s: search.min_batch: no batch between 33 and 40 is a power of two times 1, the number of workers",
         ),
     ],
 )  # fmt: skip
