@@ -272,7 +272,7 @@ def open_to_all(path: Path) -> list[Path]:
     members are usual on clusters, and somebody has chosen the members.
     """
     above = [*path.absolute().parents, *Path(os.path.realpath(path)).parents]
-    return [folder for folder in dict.fromkeys(above) if _is_open_to_all(folder)]
+    return list(filter(_is_open_to_all, dict.fromkeys(above)))
 
 
 def refusal_of_open(root: Path, rooms: Iterable[Path]) -> str:

@@ -328,7 +328,7 @@ def _scaled_percent(row: StepMetrics) -> float | None:
 
 
 def _draw_share(axes: Axes, steps: Sequence[StepMetrics]) -> None:
-    percent = np.array([_scaled_percent(row) for row in steps], dtype=np.float64)
+    percent = np.array(list(map(_scaled_percent, steps)), dtype=np.float64)
     axes.plot(_column(steps, "step"), percent, "-", color=style.MUTED.light, linewidth=1.2)
     axes.set_ylim(0, 104)
     axes.set_ylabel("scaled steps, %")

@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    runs = [RunDirectory(path) for path in options.runs]
+    runs = list(map(RunDirectory, options.runs))
     for run in runs:
         # checked before the libraries for drawing are loaded
         if not any(path.exists() for path in (run.sweep_file, run.events_file, run.plan_file)):

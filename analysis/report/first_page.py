@@ -104,7 +104,7 @@ def _without_plan(run: RunContents) -> Iterator[str]:
     measured = f"{plural(count, 'configuration')} {'has' if count == 1 else 'have'} been measured"
     if not ok:
         measured = "No configuration has been measured"
-    out = [row for row in run.measurements if is_out_of_memory(row)]
+    out = list(filter(is_out_of_memory, run.measurements))
     failed = _configurations(run.measurements) - _configurations([*ok, *out])
     ends = {"ran out of memory": _configurations(out), "failed": failed}
     others = "".join(f", {number} {end}" for end, number in ends.items() if number)

@@ -105,7 +105,7 @@ class AdaptiveSearch:
 
         `model` is the one fitted to these measurements, if the caller has it already.
         """
-        usable = [row for row in measurements if is_usable(row)]
+        usable = list(filter(is_usable, measurements))
         measured = {row.configuration for row in usable}
         open_ = [c for c in self.candidates if c not in measured and c not in given_up]
         if not open_ or len(measured) >= self.max_profiles:

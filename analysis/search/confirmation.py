@@ -74,7 +74,7 @@ def with_confirmation(
 ) -> Plan:
     """Add a note or a warning on a choice that was not measured, if the search proposes no more."""
     rows = of_partition(measurements, plan.chosen.partition)
-    usable = [row for row in rows if is_usable(row)]
+    usable = list(filter(is_usable, rows))
     excessive_share: float | None = None
     doubts: list[Doubt] = []
     # if the search has configurations left to measure, another warning names them

@@ -84,7 +84,7 @@ def believed_to_fit(
     """
     every = candidates(sweep.search, cluster.workers_per_node)
     if sweep.workload.accumulates:
-        out = [row for row in measurements if is_out_of_memory(row)]
+        out = list(filter(is_out_of_memory, measurements))
         hopeless = any(row.local_batch <= (row.accumulation or 1) for row in out)
         return [] if hopeless else every
     summary = summarize(measurements)

@@ -258,7 +258,7 @@ def _as_json(cluster: _Cluster, script: Script | None) -> dict[str, object]:
         "cluster_file": str(cluster.file),
         "is_kept": cluster.is_kept,
         "partition": cluster.place and _partition(cluster.place),
-        "others": [_partition(place) for place in cluster.others],
+        "others": list(map(_partition, cluster.others)),
         "sweep_file": str(script.target) if script else None,
         "unknown": {str(path): unknown_keys(path.read_text()) for path in written},
         "required": required_keys(script.target.read_text()) if script else [],

@@ -91,7 +91,7 @@ def read_runs(runs: Sequence[RunDirectory]) -> list[NamedRun]:
             raise InputError(
                 "is a study, and only sweeps are shown side by side; leave it out", source=run.root
             )
-    contents = [read_run(run) for run in runs]
+    contents = list(map(read_run, runs))
     _refuse_other_work(runs, contents)
     names = [root.name for root in roots]
     found = []
