@@ -40,7 +40,11 @@ def figure_files(drawings: Iterable[Drawing]) -> dict[str, bytes]:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make a report's folder, or refuse a place where no report can be written."""
+    """Make a report's folder, or refuse a place where no report can be written.
+
+    Raises:
+        RunDirectoryError: It is not a folder, is a link, or others own it or may write to it.
+    """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -51,7 +55,12 @@ def prepare_folder(folder: Path) -> None:
 
 
 def replace_files(folder: Path, figures: Iterable[str], files: Mapping[str, bytes]) -> list[Path]:
-    """Write a report's files; delete figures of an earlier report that this one does not have."""
+    """Write a report's files; delete figures of an earlier report that this one does not have.
+
+    Raises:
+        RunDirectoryError: See `prepare_folder`.
+        StorageError: A file cannot be written.
+    """
     prepare_folder(folder)
     for figure in figures:
         for suffix in SUFFIXES:

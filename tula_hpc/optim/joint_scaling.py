@@ -81,7 +81,8 @@ class JointScaling(TulaOptimizer):
     @untraced
     def after_partner(self) -> None:
         """Scale the update of the partner that has stepped, if `apply` was "update"."""
-        before, self._before = self._before, {}
+        before = self._before
+        self._before = {}
         if self._share is None:
             return
         with torch.no_grad():

@@ -67,8 +67,8 @@ def watch_freezing() -> None:
 
 
 def _note_frozen() -> None:
-    for thing in gc.get_objects():
-        if issubclass(type(thing), (nn.Module, Optimizer)):
+    for kind in (nn.Module, Optimizer):
+        for thing in objects_of(kind):
             FROZEN[id(thing)] = thing
 
 
