@@ -3,13 +3,15 @@
     python -m tests.benchmarks.script_plans WORK tests/benchmarks/results/script_plans.json [SCRIPT ...]
 
 For each script in `CASES`, from `tests/attach/scripts`, a sweep of one configuration with one worker of one thread
-profiles, plans and trains some epochs, all by the command. This is done in rounds over all scripts. WORK is a folder
-for the run directories; runs that it already holds are used. The machine should do nothing else, for an hour: on a
-virtual machine with neighbours a single sweep is off by 10 %, which the mean over the rounds has to even out.
+profiles, plans and trains some epochs, all by the command. This is done in rounds over all scripts, two sweeps at a
+time, each on its own core. WORK is a folder for the run directories; sweeps that it already holds are used. The machine
+should do nothing else, for half an hour.
 
 - predicted_ms, training_ms: step time by the plan and in the training: the mean over all epochs except the first.
-- error: predicted over actual, minus 1. `mean` is over a script's rounds, with its sign, `deviation` the standard
-  deviation of that mean; `worst` is the largest |mean|, and `all` the mean over all scripts together.
+- slowed: how much slower the core was in those epochs than while the profile timed steps, see `host_speed`.
+- error: predicted over actual, minus 1, where the actual time is divided by `slowed`; `undivided` is without that.
+  `mean` is over a script's rounds, with its sign, `deviation` the standard deviation of that mean; `worst` is the
+  largest |mean|, and `all` the mean over all scripts together.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from tests.benchmarks.host_speed import CoreSpeed
 from tula_hpc.records import RunDirectory, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,11 +59,12 @@ method = "lbt"
 """
 
 
-def run_sweep(script: str, folder: Path) -> dict[str, Any]:
-    """Run one sweep unless it has finished, and return what it predicted and took."""
-    run = RunDirectory(folder / "run")
-    if not run.train().result_file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+def run_sweep(script: str, folder: Path, speed: CoreSpeed) -> dict[str, float]:
+    """Run one sweep on a core unless it has finished, and return what it predicted and took."""
+    result = folder / "found.json"
+    if not result.exists():
+        run = RunDirectory(folder / "run")
+        folder.mkdir(parents=True)
         samples = STEPS * BATCH
         given = ["--batch-size", "{local_batch}", "--epochs", "{epochs}", "--samples", str(samples), *CASES[script]]
         fields = {"script": SCRIPTS / script, "arguments": json.dumps(given), "samples": samples, "epochs": EPOCHS}
@@ -67,33 +72,70 @@ def run_sweep(script: str, folder: Path) -> dict[str, Any]:
         command = [sys.executable, "-m", "tula_hpc.sweep", str(folder / "sweep.toml"), "--run-dir", str(run.root)]
         command += ["--until", "train"]
         variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        # the core of this thread, and of the processes that it starts
+        os.sched_setaffinity(0, {speed.core})
         subprocess.run(command, check=True, cwd=ROOT, env=variables, capture_output=True)
-    epochs = read_metrics(run.train().metrics_file).epochs[1:]
-    training_s = fmean(epoch.epoch_time_s / epoch.steps for epoch in epochs)
+        result.write_text(json.dumps(compared(run, speed)))
+    found: dict[str, float] = json.loads(result.read_text())
+    return found
+
+
+def compared(run: RunDirectory, speed: CoreSpeed) -> dict[str, float]:
+    """Return the step times of plan and training, and how the core's speed changed between them."""
+    (measured,) = run.measurements().records
+    assert measured.times is not None
+    assert measured.start_s is not None
+    # a local job starts when it is submitted
+    stepped_at = run.events()[0].time + measured.start_s
+    in_profile = speed.slowness(stepped_at, stepped_at + measured.steps * measured.times.step_time_s)
+    epochs = read_metrics(run.train().metrics_file).epochs
+    training_s = fmean(epoch.epoch_time_s / epoch.steps for epoch in epochs[1:])
+    began_at = epochs[0].ended_at
+    ended_at = epochs[-1].ended_at
+    assert began_at is not None
+    assert ended_at is not None
+    slowed = speed.slowness(began_at, ended_at) / in_profile
     predicted_s = run.read_plan().chosen.step_time_s
-    found = {"predicted_ms": 1e3 * predicted_s, "training_ms": 1e3 * training_s, "error": predicted_s / training_s - 1}
-    return {name: round(value, 4) for name, value in found.items()}
+    return {
+        "predicted_ms": round(1e3 * predicted_s, 4),
+        "training_ms": round(1e3 * training_s, 4),
+        "slowed": round(slowed, 4),
+        "error": round(predicted_s / training_s * slowed - 1, 4),
+        "undivided": round(predicted_s / training_s - 1, 4),
+    }
 
 
 def main(work: Path, output: Path, names: list[str]) -> None:
     """Run the sweeps, and write the results after each round."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for number in range(ROUNDS):
-        for script in names or CASES:
-            found.setdefault(script, []).append(run_sweep(script, work / f"{Path(script).stem}-{number}"))
-            print(number, script, found[script][-1], flush=True)
-        errors = {script: [row["error"] for row in rows] for script, rows in found.items()}
-        means = {script: round(fmean(row), 4) for script, row in errors.items()}
-        totals = {
-            "cores": os.cpu_count(),
-            "limit": LIMIT,
-            "rounds": number + 1,
-            "worst": max(map(abs, means.values())),
-            "all": round(fmean(error for row in errors.values() for error in row), 4),
-            "mean": means,
-            "deviation": {s: round(stdev(row) / len(row) ** 0.5, 4) for s, row in errors.items() if len(row) > 1},
-        }
-        output.write_text(json.dumps({**totals, "sweeps": found}, indent=1) + "\n")
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in names or CASES}
+    pairs = [list(found)[begin : begin + 2] for begin in range(0, len(found), 2)]
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    with CoreSpeed(first) as one, CoreSpeed(second) as other, ThreadPoolExecutor(2) as threads:
+        for number in range(ROUNDS):
+            # a script changes cores from round to round
+            speeds = (other, one) if number % 2 else (one, other)
+            for scripts in pairs:
+                folders = [work / f"{Path(script).stem}-{number}" for script in scripts]
+                for script, row in zip(scripts, threads.map(run_sweep, scripts, folders, speeds), strict=True):
+                    found[script].append(row)
+                    print(number, script, row, flush=True)
+            output.write_text(json.dumps(summary(found), indent=1) + "\n")
+
+
+def summary(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Return the means over the rounds so far, before all sweeps."""
+    errors = {script: [row["error"] for row in rows] for script, rows in found.items()}
+    means = {script: round(fmean(row), 4) for script, row in errors.items()}
+    return {
+        "cores": os.cpu_count(),
+        "limit": LIMIT,
+        "worst": max(map(abs, means.values())),
+        "all": round(fmean(error for row in errors.values() for error in row), 4),
+        "mean": means,
+        "deviation": {s: round(stdev(row) / len(row) ** 0.5, 4) for s, row in errors.items() if len(row) > 1},
+        "undivided": {s: round(fmean(row["undivided"] for row in rows), 4) for s, rows in found.items()},
+        "sweeps": found,
+    }
 
 
 if __name__ == "__main__":
