@@ -2,7 +2,7 @@
 
 A virtual core shares a physical one with a neighbour, which slows it by 30 to 50 % for seconds at a time. `CoreSpeed`
 times a small convolution on the core about 15 times a second, by the processor's time, so that it does not matter who
-waits for whom; this takes 2 % of the core. Means of training steps over 5 s, which scatter by 10 to 18 %, scatter by
+waits for whom; this takes 4 % of the core. Means of training steps over 5 s, which scatter by 10 to 18 %, scatter by
 2 % after division by the convolution's mean over the same 5 s.
 """
 

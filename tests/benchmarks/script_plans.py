@@ -10,8 +10,9 @@ should do nothing else, for half an hour.
 - predicted_ms, training_ms: step time by the plan and in the training: the mean over all epochs except the first.
 - slowed: how much slower the core was in those epochs than while the profile timed steps, see `host_speed`.
 - error: predicted over actual, minus 1, where the actual time is divided by `slowed`; `undivided` is without that.
-  `mean` is over a script's rounds, with its sign, `deviation` the standard deviation of that mean; `worst` is the
-  largest |mean|, and `all` the mean over all scripts together.
+  `median` is over a script's rounds, with its sign, because a profile that is over in a second may see one speed of the
+  machine alone. `deviation` is the standard deviation of that median over resampled rounds, `worst` the largest
+  |median|, and `all` the median over all scripts together.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median
 from typing import Any
+
+import numpy as np
 
 from tests.benchmarks.host_speed import CoreSpeed
 from tula_hpc.records import RunDirectory, read_metrics
@@ -124,16 +127,18 @@ def main(work: Path, output: Path, names: list[str]) -> None:
 
 def summary(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     """Return the means over the rounds so far, before all sweeps."""
-    errors = {script: [row["error"] for row in rows] for script, rows in found.items()}
-    means = {script: round(fmean(row), 4) for script, row in errors.items()}
+    errors = {script: np.array([row["error"] for row in rows]) for script, rows in found.items()}
+    medians = {script: round(float(np.median(row)), 4) for script, row in errors.items()}
+    random = np.random.default_rng(0)
+    drawn = {script: np.median(random.choice(row, size=(1000, len(row))), axis=1) for script, row in errors.items()}
     return {
         "cores": os.cpu_count(),
         "limit": LIMIT,
-        "worst": max(map(abs, means.values())),
-        "all": round(fmean(error for row in errors.values() for error in row), 4),
-        "mean": means,
-        "deviation": {s: round(stdev(row) / len(row) ** 0.5, 4) for s, row in errors.items() if len(row) > 1},
-        "undivided": {s: round(fmean(row["undivided"] for row in rows), 4) for s, rows in found.items()},
+        "worst": max(map(abs, medians.values())),
+        "all": round(float(np.median(np.concatenate(list(errors.values())))), 4),
+        "median": medians,
+        "deviation": {script: round(float(np.std(values)), 4) for script, values in drawn.items()},
+        "undivided": {s: round(median(row["undivided"] for row in rows), 4) for s, rows in found.items()},
         "sweeps": found,
     }
 
