@@ -512,6 +512,14 @@ def test_a_damaged_image_is_named(tmp_path: Path, size: int) -> None:
         items(build("imagefolder", data_dir, image_size=size).test)
 
 
+@pytest.mark.parametrize("size", [8, 96])
+def test_postscript_under_the_name_of_an_image_is_not_run(tmp_path: Path, size: int) -> None:
+    path = write_both(tmp_path / "data", ["a", "b"], edge=size) / "test" / "a" / "0.png"
+    Image.new("RGB", (size, size)).save(path, "EPS")
+    with pytest.raises(InputError, match=r"0\.png: is a program in PostScript"):
+        items(build("imagefolder", path.parents[2], image_size=size).test)
+
+
 def test_oblong_images_lose_their_ends(tmp_path: Path) -> None:
     data_dir = write_both(tmp_path / "data", ["a"])
     stripes = np.zeros((8, 24, 3), np.uint8)

@@ -227,11 +227,14 @@ def open_rgb(path: Path) -> Image.Image:
     """Decode a file; grey images, palettes and transparency become RGB.
 
     Raises:
-        InputError: The file is no image, is damaged, claims to be absurdly large, or has more than 8
-            bits a channel.
+        InputError: The file is no image, is PostScript or damaged, claims to be absurdly large, or
+            has more than 8 bits a channel.
     """
     try:
         with Image.open(path) as image:
+            if image.format == "EPS":
+                # decoding it would have Ghostscript run it
+                raise InputError("is a program in PostScript; expected an image", source=path)
             if image.mode.startswith(("I", "F")):
                 # brighter values than 255 would all become white
                 raise InputError(
