@@ -8,7 +8,7 @@ from pathlib import Path
 # each command prints what Slurm 22.05 prints for an array of two tasks
 GOOD = {
     "squeue": r"""case "$*" in
-*%F*) printf 'ARRAY_JOB_ID|NAME\n12|x-train-1\n12|x-train-1\n' ;;
+*%F*) printf 'ARRAY_JOB_ID|NAME|USER\n12|x-train-1|me\n12|x-train-1|me\n' ;;
 *%r*) printf 'JOBID|STATE|REASON|NAME_COMMAND\n12_0|RUNNING|None|x-1\n12_1|PENDING|Resources|x-1\n' ;;
 *) printf 'JOBID|STATE\n12_0|RUNNING\n12_1|PENDING\n' ;;
 esac""",

@@ -161,8 +161,25 @@ def test_a_job_with_the_id_of_one_of_ours_is_another_job(
 
 def test_a_name_gives_parents_whatever_their_jobs_are_shown_as(answer: Callable[[Answers], None]) -> None:
     known = "9_[0-3%1]|x\n9_4|x\n12|x\n12+0|x\n12+1|x\n13|y\n"
-    answer({"squeue": "ARRAY_JOB_ID|NAME\n", "sacct": known})
+    answer({"squeue": "ARRAY_JOB_ID|NAME|USER\n", "sacct": known})
     assert slurm.named("x") == ["9", "12"]
+
+
+def test_jobs_to_which_others_gave_the_same_name_are_not_ours(
+    answer: Callable[[Answers], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger may rename an old job: the oldest of a name is kept, and the others are cancelled."""
+    monkeypatch.setattr("getpass.getuser", lambda: "me")
+    heading = "ARRAY_JOB_ID|NAME|USER\n"
+    strangers = f"{heading}3|x|mallory\n90|x|mallory\n"
+    answer({"squeue": f"{strangers}12|x|me\n", "sacct": None})
+    assert slurm.named("x") == ["12"]
+    # the controller forgets a job that is over, accounting does not
+    answer({"squeue": strangers, "sacct": "12|x\n"})
+    assert slurm.named("x") == ["12"]
+    # in a container, where the user has another name, no job may be submitted twice
+    answer({"squeue": f"{heading}12|x|someone\n", "sacct": None})
+    assert slurm.named("x") == ["12"]
 
 
 @pytest.mark.parametrize(

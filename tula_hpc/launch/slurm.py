@@ -44,8 +44,6 @@ REQUEUE_PAUSE_S = 3.0
 OVER = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",
 }  # fmt: skip
-
-
 # states in accounting of a run that has not ended
 UNDER_WAY = ("PENDING", "RUNNING", "COMPLETING", "SUSPENDED")
 
@@ -138,6 +136,7 @@ _STATE = re.compile(r"[A-Z_]+|\?")
 _FIELD = re.compile(r"(?<!\S)([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)")
 # a limit, such as QOSMaxSubmitJobPerUserLimit
 _LIMIT = re.compile(r"\b(?:QOS|Assoc)[A-Z]\w+")
+NO_KEYS: Mapping[str, str] = {}
 
 
 def is_unanswered(words: str) -> bool:
@@ -161,14 +160,17 @@ def limits_named(words: str) -> list[str]:
 
 
 def named(name: str) -> list[str]:
-    """Return the ids of the jobs or arrays of this name, oldest first.
+    """Return the ids of the user's jobs or arrays of this name, oldest first.
 
     If the controller knows none, accounting is asked.
 
     Raises:
         LaunchError: The controller does not answer.
     """
-    rows = _queued(["%F", "%j"], ["-t", "all", "-n", name], second=re.compile(re.escape(name)))
+    columns = ["%F", "%j", "%u"]
+    shown = _queued(columns, ["-t", "all", "-n", name], second=re.compile(re.escape(name)))
+    # anyone may give a job this name
+    rows = [row for row in shown if row[2] == getpass.getuser()]
     if not rows:
         try:
             where = ["-S", "now-30days", "--name", name]
@@ -176,8 +178,9 @@ def named(name: str) -> list[str]:
         except LaunchError:
             # no accounting
             text = ""
-        rows = _rows(text, 2)
-    found = (_JOB.fullmatch(job_id) for job_id, shown in rows if shown == name)
+        rows = [row for row in _rows(text, 2) if row[1] == name]
+    # in a container the user's own name may be unknown
+    found = (_JOB.fullmatch(row[0]) for row in rows or shown)
     return sorted({match["parent"] for match in found if match}, key=int)
 
 
@@ -268,9 +271,6 @@ def hosts_of(job_id: str) -> list[str]:
 def available() -> bool:
     """Tell whether Slurm's commands are here."""
     return shutil.which("sbatch") is not None
-
-
-NO_KEYS: Mapping[str, str] = {}
 
 
 def key_of(folder: str) -> str:
