@@ -24,8 +24,8 @@ from tests.attach.script_runs import BATCH, QUICK, SCRIPTS, measurement_of, prof
 from tests.forked_jobs import forking_scripts
 from tests.test_memory_errors import SHARED_GPU
 from tula_hpc.attach.hangs import Place
-from tula_hpc.attach.processes import ProcessEnd, end_as, error_of, worst
-from tula_hpc.attach.reporting import ProcessMessage, failed_by, unexplained
+from tula_hpc.attach.processes import Child, ProcessEnd, end_as, error_of, worst
+from tula_hpc.attach.reporting import ChildSpec, ProcessMessage, failed_by, unexplained
 from tula_hpc.attach.script import Script
 from tula_hpc.attach.train.peers import lacking_in
 from tula_hpc.checkpoint.store import CheckpointStore
@@ -188,6 +188,25 @@ def test_a_process_that_a_script_leaves_behind_ends_with_it(tmp_path: Path) -> N
     process = int((tmp_path / "work" / "left.pid").read_text())
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
+
+
+@pytest.mark.parametrize(("ending", "code"), [("exit 3", 3), ("kill -9 $$", -9)])
+def test_an_ended_process_keeps_its_number_until_the_group_of_that_number_is_killed(
+    ending: str, code: int, tmp_path: Path
+) -> None:
+    """Else the number could have passed to a process group of somebody's own, which would be killed."""
+    others = set(descendants("self"))
+    answers, other_end = os.pipe()
+    os.close(other_end)
+    script = Script(MISBEHAVING, None, ())
+    spec = ChildSpec(mode="profile", program=script, home=tmp_path, message_file=tmp_path / "x", parent=os.getpid())
+    process = subprocess.Popen(["sh", "-c", ending], start_new_session=True)
+    child = Child(spec, process, tmp_path / "log", others, answers)
+    assert child.wait(60.0) == code
+    os.kill(process.pid, 0)
+    child.end()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
 
 
 def test_a_process_ends_with_its_worker(tmp_path: Path) -> None:

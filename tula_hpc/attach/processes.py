@@ -155,7 +155,11 @@ class Child:
         """Return its exit code, or None if it still lives after these seconds."""
         # `Popen.wait` would look twenty times a second, on the core of the training
         select.select([self._end], [], [], seconds)
-        return self.process.poll()
+        # it keeps its number until `end`, which kills the process group of that number
+        ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def end(self) -> None:
         """Kill it, its process group, and whatever else it has started."""

@@ -258,7 +258,7 @@ class ScriptJob:
             if child.message() is None:
                 # before its first step it may not be prepared for other signals, and loses nothing
                 number = signal.SIGTERM
-            child.process.send_signal(number)
+            os.kill(child.process.pid, number)
 
     def _judged(self, mine: ProcessEnd, peers: Any) -> ProcessEnd:
         """Return the outcome of this worker's script, judged as stopped, failed or done.
