@@ -110,9 +110,7 @@ def join_job() -> WorkerEnvironment:
     begin_process()
     job = JobEnvironment()
     if not _started_by_slurm():
-        # sockets of gloo and NCCL have no authentication; workers on one machine need no network
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, "lo")
+        stay_on_loopback()
     # rank 0's log begins with the batch script's own mark
     elif job.global_rank > 0:
         sys.stderr.write(f"{RUN_MARK}{restart_count()}\n")
@@ -134,6 +132,15 @@ def join_job() -> WorkerEnvironment:
         submission=str(job.paths.folder),
         master_port=os.environ.get("MASTER_PORT", ""),
     )
+
+
+def stay_on_loopback() -> None:
+    """Have collective libraries listen on this machine alone, unless the user has said where.
+
+    Their sockets have no authentication, and workers on one machine need no network.
+    """
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")
 
 
 def enter_submission(folder: str) -> None:

@@ -29,9 +29,12 @@ def look(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return run_command(main, arguments, folder)
 
 
-def test_the_output_is_a_sweep_file_that_lacks_only_the_epochs(tmp_path: Path) -> None:
+def test_the_output_is_a_sweep_file_that_lacks_only_the_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     script = tmp_path / "train.py"
-    script.write_text((SCRIPTS / "plain.py").read_text())
+    # others on a login node must not reach a process group that the script makes
+    on_loopback = "\nassert os.environ['GLOO_SOCKET_IFNAME'] == 'lo'\n"
+    script.write_text((SCRIPTS / "plain.py").read_text() + on_loopback)
     options = ["--batch-size", "16", "--epochs", "2", "--samples", "640"]
     done = look(tmp_path, "train.py", *options)
     assert done.returncode == 0, done.stderr

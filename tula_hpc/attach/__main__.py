@@ -48,7 +48,7 @@ from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.config.loading import read_toml
 from tula_hpc.config.validation import shown
 from tula_hpc.config.workload import find_script
-from tula_hpc.env import WorkerEnvironment
+from tula_hpc.env import WorkerEnvironment, stay_on_loopback
 from tula_hpc.errors import InputError, TulaError
 from tula_hpc.files import write_out
 from tula_hpc.formatting import (
@@ -238,6 +238,7 @@ def _look(
     from tula_hpc.attach.processes import error_of
     from tula_hpc.attach.reporting import ChildSpec, end_of
 
+    stay_on_loopback()
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     spec = ChildSpec(
         mode="look",
