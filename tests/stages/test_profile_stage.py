@@ -510,3 +510,14 @@ def test_a_preemption_does_not_count_against_what_was_being_measured(
     else:
         assert (is_counted, recorded, _broken_rounds(part)) == (True, [small, large], 1)
     assert [event.failure for event in part.run.events() if event.event == "ended"] == [failure]
+
+
+def test_the_end_of_a_job_is_recorded_among_the_measurements_whatever_file_the_events_name(tmp_path: Path) -> None:
+    """A copy of another user's run may name any file of this user's, as one that the shell reads."""
+    part, theirs = part_with_limit(tmp_path / "run"), tmp_path / "profile.sh"
+    theirs.write_text("# mine\n")
+    data = {"output": f"../{theirs.name}", "configurations": [[1, 1, 32]], "folder": "slurm/a"}
+    part.run.log_event("submitted", "profile", job_id="7", data=data)
+    end = Ended(Submitted("7", part.run.slurm / "a"), Failure.BUG, "$(echo in a string that JSON quotes)", None)
+    _record_end(part, part.run.history().submissions()[-1], end)
+    assert theirs.read_text() == "# mine\n"

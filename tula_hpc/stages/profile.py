@@ -268,7 +268,7 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
     warned = set(setup_failures(earlier))
 
     def warn_of_setup() -> None:
-        outputs = [notes_file(part.run.root / job.output) for job in submitted.values()]
+        outputs = [notes_file(_output_of(part, job)) for job in submitted.values()]
         notes = [*earlier, *read_records(JobNote, outputs).records]
         for words in setup_failures(notes):
             if words not in warned:
@@ -329,9 +329,14 @@ def _tried(sweep: Sweep) -> dict[tuple[str, Configuration], str]:
     }
 
 
+def _output_of(part: Sweep, job: Submission) -> Path:
+    # the run may be a copy of another user's, whose events name any file
+    return part.run.profile / Path(job.output).name
+
+
 def _record_end(part: Sweep, job: Submission, end: Ended) -> bool:
     """Record how a job ended; return whether a configuration, and not a preemption, ended it."""
-    output = part.run.root / job.output
+    output = _output_of(part, job)
     blamed = blamed_configuration(job.configurations, output) if output.is_file() else None
     preempted = end.failure is Failure.PREEMPTED
     if blamed is not None and _is_an_attempt(part, blamed, end):
