@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tula_hpc.errors import RunDirectoryError
+from tula_hpc.errors import RunDirectoryError, StorageError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.records import (
     Configuration,
@@ -98,6 +98,15 @@ def test_a_writer_waits_for_another_one_but_not_for_ever(tmp_path: Path, monkeyp
         monkeypatch.setattr(storage, "LOCK_S", 0.02)
         append_record(path, oom(32))
     assert path.read_bytes().count(b"\n") == 3
+
+
+def test_a_link_in_place_of_a_file_of_records_is_not_followed(tmp_path: Path) -> None:
+    """A copy of another user's run may hold links to any file of this user's."""
+    (tmp_path / "profile.sh").write_text("# mine\n")
+    (tmp_path / "x.jsonl").symlink_to(tmp_path / "profile.sh")
+    with pytest.raises(StorageError, match=r"x\.jsonl: is a symbolic link; put"):
+        append_record(tmp_path / "x.jsonl", oom(32))
+    assert (tmp_path / "profile.sh").read_text() == "# mine\n"
 
 
 def test_a_failed_atomic_write_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import gc
@@ -261,8 +262,8 @@ def append_record(path: Path, record: BaseModel | dict[str, Any], *, durable: bo
 
 
 def _append(path: Path, line: bytes, durable: bool) -> None:
-    # O_NONBLOCK: never wait if the file is a pipe
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
+    # never wait if the file is a pipe; a copy of another user's run may hold links to any file
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOFOLLOW
     descriptor = os.open(path, flags, 0o600)
     try:
         with _locked(descriptor) if durable else contextlib.nullcontext():
@@ -345,6 +346,8 @@ def folder_gone(folder: Path) -> StorageError:
 def _unwritten(path: Path, error: OSError) -> StorageError:
     if isinstance(error, FileNotFoundError) and not path.parent.exists():
         return folder_gone(path.parent)
+    if error.errno == errno.ELOOP:
+        return StorageError(f"{path}: is a symbolic link; put a file of the run in its place")
     return StorageError(f"{path}: cannot be written: {in_words(error)}")
 
 
