@@ -285,8 +285,9 @@ def refusal_of_open(root: Path, rooms: Iterable[Path]) -> str:
     is_used = root.is_dir() and any(root.iterdir())
     inside = list(filter(_is_open, (root, *rooms))) if is_used else []
     if len(above) == 1 and not inside:
+        narrow = shlex.join(["chmod", "o-w", str(above[0])])
         return (
-            f"everybody may put another folder in its place; chmod o-w {above[0]}, or chmod +t it, "
+            f"everybody may put another folder in its place; {narrow}, or chmod +t it, "
             "or have its owner do so, or use another --run-dir"
         )
     if len(above) + len(inside) < 2:

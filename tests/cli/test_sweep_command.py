@@ -281,18 +281,19 @@ def test_a_copy_of_a_run_at_work_does_not_wait_for_jobs_that_write_elsewhere(swe
     from tula_hpc.status.run_files import read_facts
 
     inputs = inputs_of(sweep_file)
-    run = open_run(*inputs, sweep_file.parent / "run").run
+    # whoever made the copied run chose this name, and the message asks for it to be typed
+    run = open_run(*inputs, sweep_file.parent / "run; ls").run
     folder = run.slurm / "profile-1"
     folder.mkdir()
     data = {"run": str(run.root), "folder": "slurm/profile-1"}
     run.log_event("submitted", "profile", job_id="99999999", data=data)
-    copied = sweep_file.parent / "copied"
+    copied = sweep_file.parent / "my copy"
     with (folder / "99999999.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         shutil.copytree(run.root, copied)
         with (copied / "slurm" / "profile-1" / "99999999.lock").open("w") as its:
             fcntl.flock(its, fcntl.LOCK_EX)
-            with pytest.raises(RunDirectoryError, match=f"is a copy of {run.root}, whose job 99999999 is at work"):
+            with pytest.raises(RunDirectoryError, match=f"whose job 99999999 is at work .* --run-dir '{run.root}', or"):
                 open_run(*inputs, copied)
         assert f"this is a copy of {run.root}: its job 99999999 writes there, not here" in (
             read_facts(RunDirectory(copied)).doubts
@@ -301,7 +302,7 @@ def test_a_copy_of_a_run_at_work_does_not_wait_for_jobs_that_write_elsewhere(swe
     open_run(*inputs, copied)
     shutil.rmtree(copied)
     run.root.rename(copied)
-    renamed = f"this run was called {run.root.name}: to go on with it add --run-dir {copied}"
+    renamed = f"this run was called {run.root.name}: to go on with it add --run-dir '{copied}'"
     assert read_facts(RunDirectory(copied)).doubts == [renamed]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -127,7 +128,7 @@ def _refuse_copy(run: RunDirectory) -> None:
         home = copied[left[0]]
         raise RunDirectoryError(
             f"is a copy of {home}, whose job {left[0]} is at work and writes there, not here; go on "
-            f"with --run-dir {home}, or copy it again when nothing is at work",
+            f"with --run-dir {shlex.quote(str(home))}, or copy it again when nothing is at work",
             source=run.root,
         )
 
@@ -287,7 +288,7 @@ def _other_inputs(
         ]
     else:
         another = "another name in it, or " if kind == "sweep" and ("name",) not in refused else ""
-        back = f", and add --run-dir {run.root}" if ("name",) in refused else ""
+        back = f", and add --run-dir {shlex.quote(str(run.root))}" if ("name",) in refused else ""
         lines = [
             f"{made} other inputs than your {kind} file (or --set) has now:",
             *in_lines(refused),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -198,7 +199,8 @@ def _renamed(run: RunDirectory, history: RunHistory) -> list[str]:
     named = Path(jobs[-1].run).name if jobs and jobs[-1].run else run.root.name
     if named == run.root.name:
         return []
-    return [f"this run was called {named}: to go on with it add --run-dir {run.root}"]
+    place = shlex.quote(str(run.root))
+    return [f"this run was called {named}: to go on with it add --run-dir {place}"]
 
 
 def _is_stopped(holder: Holder) -> bool:
