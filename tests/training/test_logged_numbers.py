@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
+from torch import Tensor, nn
 
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment
+from tula_hpc.errors import DivergedError
 from tula_hpc.gradients.noise_scale import CriticalBatch, NoiseReading
 from tula_hpc.launch.job_specs import TrainJob
-from tula_hpc.records import Configuration, Metrics, RunDirectory, read_metrics
+from tula_hpc.records import Configuration, Metrics, RunDirectory, TrainResult, read_metrics
 from tula_hpc.training import loop as trainer_module
 
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
@@ -98,3 +99,39 @@ def test_a_critical_batch_is_the_ratio_of_weighted_means() -> None:
         critical.add(NoiseReading(math.nan, square, trace), weight)
     assert critical.take() == pytest.approx(60 / 10)
     assert math.isnan(critical.take())
+
+
+class Lost(nn.Module):
+    """A layer whose gradient is nan, though its output is finite."""
+
+    def forward(self, scores: Tensor) -> Tensor:
+        if scores.requires_grad:
+            scores.register_hook(lambda gradient: gradient * math.nan)  # type: ignore[no-untyped-call] # torch's
+        return scores
+
+
+def lost(classes: int, image_size: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * image_size**2, classes), Lost())
+
+
+@pytest.mark.parametrize("study", [None, {"methods": ["lbt"], "batches": [16]}], ids=["a plan", "a study"])
+def test_a_training_that_takes_no_step_in_float16_ends_as_diverged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, study: dict[str, object] | None
+) -> None:
+    """GradScaler skips each of its steps, so that weights and loss stay finite."""
+    monkeypatch.setattr(trainer_module, "join_job", lambda: ALONE)
+    workload = {"model": f"{__name__}:lost", "dataset": "digits", "loader_workers": 0, "samples": 128, "epochs": 6}
+    tables: dict[str, object] = {"name": "x", "workload": workload | {"precision": "fp16"}}
+    tables["training"] = {"method": "lbt", "log_interval_steps": 2}
+    if study is not None:
+        tables["study"] = study
+    run = RunDirectory(tmp_path / "run").create()
+    run.train().root.mkdir()
+    job = TrainJob(SweepSpec.model_validate(tables), ClusterSpec(), Configuration(1, 1, 16), run.root)
+    words = "gradients in float16 are not finite up to step 32, however small the loss scale, and no step is taken"
+    if study is None:
+        with pytest.raises(DivergedError, match=words):
+            trainer_module.run_training(job, StopRequest())
+    else:
+        assert trainer_module.run_training(job, StopRequest()) == "finished"
+        assert TrainResult.model_validate_json(run.train().result_file.read_bytes()).diverged

@@ -29,6 +29,10 @@ from tula_hpc.user_code import seed_random_numbers
 from tula_hpc.workloads.optimizers import consolidate
 from tula_hpc.workloads.workload import autocast_on, build_workload, refuse_unused
 
+# Smallest normal number of float16. GradScaler halves the loss scale at each overflow, and gradients
+# that overflow at this scale do so at any.
+LEAST_LOSS_SCALE = 2.0**-14
+
 
 class Worker:
     """One process of a data-parallel job.
@@ -273,6 +277,14 @@ class Worker:
         if not self.scaler.is_enabled():
             return 1.0
         return self.scaler.scale(torch.ones((), device=self.device))
+
+    @property
+    def steps_are_skipped(self) -> bool:
+        """True if gradients are not finite at any loss scale, so that no step is taken.
+
+        Waits for the device.
+        """
+        return self.scaler.is_enabled() and self.scaler.get_scale() < LEAST_LOSS_SCALE
 
     def release(self) -> None:
         """Let go of the model after its last step, so that it is freed if the process goes on."""

@@ -5,6 +5,7 @@ There is a line for every few steps, and one for each evaluated epoch.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -100,11 +101,10 @@ class TrainingLog:
             self.leave_out_step()
         window.seconds = time.perf_counter() - self.started
         self.restart_window()
-        if self.hooks.has_diverged(mean_loss):
+        stuck = training.worker.steps_are_skipped
+        if self.hooks.has_diverged(math.nan if stuck else mean_loss):
             self._refuse_samples(began, window.steps)
-            where = f"at step {training.progress.step}"
-            remedy = "lower workload.lr or warm up longer, unless samples hold inf or nan"
-            raise DivergedError(f"the loss is not finite {where}; {remedy}")
+            raise DivergedError(_why_diverged(training.progress.step, stuck=stuck))
         lr = training.worker.optimizer.param_groups[0]["lr"]
         observer = training.worker.observer
         self.metrics.write_steps(training.progress, window, observer, lr=lr, loss=mean_loss)
@@ -135,3 +135,13 @@ class TrainingLog:
         self.metrics.write_epoch(
             progress, progress.epoch, self.training.worker.observer, scores, evaluation.seconds
         )
+
+
+def _why_diverged(step: int, *, stuck: bool) -> str:
+    if stuck:
+        return (
+            f"gradients in float16 are not finite up to step {step}, however small the loss scale, "
+            'and no step is taken; set workload.precision to "bf16" or "fp32", or lower workload.lr'
+        )
+    remedy = "lower workload.lr or warm up longer, unless samples hold inf or nan"
+    return f"the loss is not finite at step {step}; {remedy}"
