@@ -8,6 +8,7 @@ import hashlib
 import io
 import math
 import os
+import pickletools
 import shutil
 import signal
 import sys
@@ -29,6 +30,7 @@ from torch import nn
 
 from tests.fuzzing import fuzz
 from tula_hpc import files
+from tula_hpc.checkpoint import payload as bounds
 from tula_hpc.checkpoint import store as checkpoint
 from tula_hpc.checkpoint.store import CheckpointStore, load_model
 from tula_hpc.errors import CheckpointError, DataError
@@ -116,6 +118,52 @@ values = st.recursive(
 def test_accepted_states_come_back_the_same(state: dict[str, Any]) -> None:
     checkpoint._check_storable(state, "state")
     assert equal(checkpoint._unpickle(Path("memory"), torch_bytes(state)), state)
+
+
+def counted(state: dict[str, Any]) -> tuple[int, int]:
+    """Return how many instructions a state takes in its pickle, and how many bytes."""
+    with zipfile.ZipFile(io.BytesIO(torch_bytes(state))) as archive:
+        pickled = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+    return sum(1 for _ in pickletools.genops(pickled)), len(pickled)
+
+
+def check_count(state: dict[str, Any]) -> None:
+    most = checkpoint._check_storable(state, "state") + bounds.REFERENCES
+    instructions, size = counted(state)
+    assert instructions <= most
+    assert size <= most * bounds.TEXT_BYTES
+
+
+@fuzz(8)
+@given(st.dictionaries(st.text(), values, max_size=4))
+def test_a_state_is_never_larger_than_it_is_counted_when_it_is_saved(state: dict[str, Any]) -> None:
+    check_count(state)
+
+
+def test_long_lists_and_whole_trainings_are_counted_and_not_much_too_large() -> None:
+    assert bounds.MAX_INSTRUCTIONS * bounds.TEXT_BYTES <= bounds.MAX_PICKLE_BYTES
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(200)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.autograd.backward(model(torch.randn(4, 3)).sum())
+    optimizer.step()
+    training = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    numbers = {"losses": [0.5] * 5000, "steps": dict.fromkeys(map(str, range(5000)), 1), "text": "x" * 99_999}
+    shapes = {str(n): nn.Parameter(torch.zeros([1] * n)) for n in range(7)}
+    for state in (training, numbers, shapes):
+        check_count(state)
+    assert checkpoint._check_storable(training, "state") < 1.2 * counted(training)[0]
+
+
+def test_a_state_that_has_grown_too_large_to_be_loaded_is_not_saved(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounds, "MAX_INSTRUCTIONS", 1000)
+    save(store, 1)
+    for grown in ([0.5] * 1000, "x" * 1000 * bounds.TEXT_BYTES):
+        with pytest.raises(CheckpointError, match="the state holds too many names and numbers; keep long lists"):
+            store.save({"grown": grown}, samples_seen=2)
+    assert latest_samples(store) == 1
+    assert len(list(store.folder.iterdir())) == 1
 
 
 def test_everything_a_training_needs_can_be_saved(store: Store) -> None:

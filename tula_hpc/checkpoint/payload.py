@@ -15,14 +15,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 # levels of nested containers; the limit also ends the walk through a container that holds itself
 MAX_DEPTH = 64
-# size of the pickle, with names, numbers and shapes; it does not hold the tensors' bytes
-MAX_PICKLE_BYTES = 64 * 1024**2
+# Size of the pickle, with names, numbers, texts and shapes; it does not hold the tensors' bytes. The
+# random numbers of a script's workers are texts, of 65 MB for a thousand of them.
+MAX_PICKLE_BYTES = 1024**3
 # Instructions of the pickle. A tensor and its name take some 25, so there is room for 160,000
 # tensors. The most expensive, one byte for an empty dictionary, takes 64 bytes of memory.
 MAX_INSTRUCTIONS = 4_000_000
+# bytes of a text that count like an instruction: what is within the bound on these is within both
+TEXT_BYTES = 256
+# instructions for the names of functions and types when they first occur, and for both ends
+REFERENCES = 32
 # torch's loader accepts sets, but states hold none, and one byte makes more than 200 bytes
 _SETS = {"EMPTY_SET", "FROZENSET"}
 PLAIN_DTYPES = (
@@ -88,6 +94,28 @@ def _check_instructions(pickled: bytes) -> None:
         if refers and not (opcode.name == "GLOBAL" and _KNOWN.fullmatch(str(argument))):
             name = str(argument or "something unknown").replace(" ", ".")
             raise PayloadError(f"holds what may not be loaded: a reference to {name}")
+
+
+def instructions_of(value: Any) -> int:
+    """Return the most instructions that a value takes in a pickle, without those of values in it."""
+    if isinstance(value, Tensor):
+        # 22, and those of its shape and strides
+        count = 28 + 2 * value.dim()
+        return count + 20 if isinstance(value, Parameter) else count
+    if isinstance(value, str):
+        return 2 + len(value.encode(errors="surrogatepass")) // TEXT_BYTES
+    if isinstance(value, dict | list | tuple):
+        plain = type(value) in (dict, list, tuple)
+        # two for each thousand values
+        return (5 if plain else 12) + len(value) // 500
+    return 1
+
+
+def why_too_large(instructions: int) -> str:
+    """Say why a state of at most so many instructions could not be loaded; "" if it could."""
+    if instructions + REFERENCES <= MAX_INSTRUCTIONS:
+        return ""
+    return "holds too many names and numbers; keep long lists of numbers as tensors"
 
 
 def check_loaded(state: Any, most_bytes: int) -> None:

@@ -34,7 +34,9 @@ from tula_hpc.checkpoint.payload import (
     PayloadError,
     check_archive,
     check_loaded,
+    instructions_of,
     why_not_plain,
+    why_too_large,
 )
 from tula_hpc.errors import CheckpointError, DataError
 from tula_hpc.files import PASSING, in_words, make_private, mistrust, whole_file
@@ -109,7 +111,8 @@ class CheckpointStore:
                 written.
         """
         path = self.folder / file_name(restart_count, samples_seen)
-        _check_storable(state, "state")
+        if reason := why_too_large(_check_storable(state, "state")):
+            raise CheckpointError(f"{path}: the state {reason}")
         if type(state) not in (dict, OrderedDict):
             raise CheckpointError(f"{path}: expected a dict to save, got a {type(state).__name__}")
         try:
@@ -407,11 +410,14 @@ def _unloadable_reason(error: Exception) -> str:
     return first_line(str(error)) or type(error).__name__
 
 
-def _check_storable(value: Any, where: str, depth: int = 0) -> None:
+def _check_storable(value: Any, where: str, depth: int = 0) -> int:
     """Refuse values that the safe loader would refuse when the checkpoint is needed.
 
     Types are compared exactly: a subclass (an enumeration, a NumPy float, a named tuple) is pickled
     as something else.
+
+    Returns:
+        The most instructions that the value takes in the pickle.
     """
     kind = type(value)
     if depth > MAX_DEPTH:
@@ -419,35 +425,40 @@ def _check_storable(value: Any, where: str, depth: int = 0) -> None:
         raise CheckpointError(f"{where[:200]}…: {deep}")
     if kind is int and value.bit_length() > MAX_INTEGER_BITS:
         raise CheckpointError(f"{where}: an integer of {value.bit_length()} bits cannot be saved")
+    count = instructions_of(value)
     # these may carry attributes, which are saved too
     if kind in (torch.Tensor, torch.nn.Parameter, OrderedDict):
-        _check_attributes(value, where, depth)
+        count += _check_attributes(value, where, depth)
     if kind in (dict, OrderedDict, Counter):
         for key, item in value.items():
-            _check_key(key, where)
-            _check_storable(item, f"{where}[{key!r}]", depth + 1)
+            count += _check_key(key, where)
+            count += _check_storable(item, f"{where}[{key!r}]", depth + 1)
     elif kind in (list, tuple):
         for index, item in enumerate(value):
-            _check_storable(item, f"{where}[{index}]", depth + 1)
+            count += _check_storable(item, f"{where}[{index}]", depth + 1)
     elif kind not in (type(None), bool, int, float, str, torch.Tensor, torch.nn.Parameter):
         expected = "expected tensors, numbers, strings, None, lists, tuples, dicts"
         raise CheckpointError(f"{where}: {_describe(kind)} cannot be saved; {expected}")
+    return count
 
 
 def _describe(kind: type) -> str:
     return f"an object of type {kind.__module__}.{kind.__qualname__}".replace("builtins.", "")
 
 
-def _check_key(key: Any, where: str) -> None:
+def _check_key(key: Any, where: str) -> int:
     if type(key) not in (str, int, float, bool, type(None)):
         expected = "expected strings or numbers"
         raise CheckpointError(
             f"{where}: {_describe(type(key))} cannot be saved as a key; {expected}"
         )
+    return instructions_of(key)
 
 
-def _check_attributes(value: Any, where: str, depth: int) -> None:
+def _check_attributes(value: Any, where: str, depth: int) -> int:
+    count = 0
     for name, item in vars(value).items():
-        _check_storable(item, f"{where}.{name}", depth + 1)
+        count += instructions_of(name) + _check_storable(item, f"{where}.{name}", depth + 1)
     if isinstance(value, torch.Tensor) and (reason := why_not_plain(value)):
         raise CheckpointError(f"{where}: {reason} cannot be saved")
+    return count
