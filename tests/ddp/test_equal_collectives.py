@@ -365,6 +365,23 @@ def test_a_rank_without_memory_for_a_probe_goes_on_with_its_peers(name: str, tmp
     assert outcome.results == [["ok", "finished"]] * 3
 
 
+def evaluates_without_memory(rank: Rank, sweep: SweepSpec, root: Path) -> str:
+    """Train while the second rank has memory for two test samples at once, and has three of them."""
+    score = Worker.score
+
+    def limited(self: Worker, inputs: Tensor, targets: Tensor) -> Tensor:
+        return no_memory() if len(targets) > LOCAL_BATCH else score(self, inputs, targets)
+
+    if rank.rank == 1:
+        stand_in(Worker, "score", limited)
+    return train(sweep, root, rank)
+
+
+def test_a_rank_without_memory_for_a_test_batch_takes_it_in_parts(tmp_path: Path) -> None:
+    outcome = run_form(evaluates_without_memory, FORMS["study"], 16, tmp_path)
+    assert outcome.results == ["finished"] * 3
+
+
 # what ends a training
 
 

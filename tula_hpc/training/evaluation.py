@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from tula_hpc.batches import Batch, samples_in, split
 from tula_hpc.data.datasets import training_samples
 from tula_hpc.data.loader import SMALLEST_TEST_BATCH, make_test_loader, most_batches
 from tula_hpc.ddp.agreement import Agreement, until_stopped
 from tula_hpc.ddp.stop_signals import StopRequest
+from tula_hpc.process_memory import out_of_memory
 from tula_hpc.training.metrics_writer import finite_or_none
 from tula_hpc.training.progress import Training
 
@@ -44,6 +47,11 @@ class Evaluator:
     def __init__(self, training: Training, stop: StopRequest) -> None:
         self.training = training
         self.stop = stop
+        self.local_batch = training.job.configuration.local_batch
+        # the same on every worker
+        self.batch = max(SMALLEST_TEST_BATCH, self.local_batch)
+        # most samples of a forward pass: fewer once memory did not suffice for so many
+        self.most = self.batch
         self.test_loader = self._loader(training.worker.workload.test)
 
     def test(self) -> Evaluation:
@@ -70,7 +78,7 @@ class Evaluator:
         job, env = self.training.job, self.training.env
         return make_test_loader(
             samples,
-            batch=max(SMALLEST_TEST_BATCH, job.configuration.local_batch),
+            batch=self.batch,
             rank=env.rank,
             world_size=env.world_size,
             loader_workers=job.sweep.workload.loader_workers,
@@ -84,11 +92,32 @@ class Evaluator:
         sums = torch.zeros(4, dtype=torch.float64, device=worker.device)
         with worker.evaluating():
             for inputs, targets in self._until_stopped(loader):
-                sums += worker.score(inputs, targets)
+                sums += self._score(inputs, targets)
         loss, count, right, among_best = worker.total(*sums.tolist())
         return Evaluation(
             loss / count, finite_or_none(right / count), finite_or_none(among_best / count)
         )
+
+    def _score(self, inputs: Batch, targets: Batch) -> Tensor:
+        """Return `Worker.score` of a batch, in parts if memory does not suffice for all of it."""
+        samples = samples_in(targets)
+        if samples <= self.most:
+            sums = self._score_at_once(inputs, targets)
+            if sums is not None:
+                return sums
+            self.most = max(self.local_batch, samples // 2)
+        first, second = split((inputs, targets), 2)
+        return self._score(*first) + self._score(*second)
+
+    def _score_at_once(self, inputs: Batch, targets: Batch) -> Tensor | None:
+        """Return `Worker.score`; None if memory does not suffice, but may for fewer samples."""
+        try:
+            return self.training.worker.score(inputs, targets)
+        except (RuntimeError, MemoryError) as error:
+            # a step of so many samples needs more memory
+            if samples_in(targets) <= self.local_batch or out_of_memory(error) is None:
+                raise
+        return None
 
     def _until_stopped(self, loader: DataLoader[Any]) -> Iterator[Any]:
         # a checkpoint that is due, or has failed, can wait for the end of the evaluation
