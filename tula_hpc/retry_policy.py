@@ -25,9 +25,10 @@ same sample. Jobs of an earlier command do not count: the user may have removed 
 `analysis/search/propose.py` decides which larger configurations a lack of memory rules out; a
 partition where nothing could be measured is given up as a whole, see `is_partition_hopeless`.
 
-A job is also started again under its own id: by the training itself after a stop, up to
-`training.max_requeues` times; by submitit at the time limit of a profile (TIME_OUTS) or controller
-(`controller_time_outs`); and by a controller's batch script if its process is killed (REVIVALS).
+A job is also started again under its own id: by Slurm, as often as it likes; by the training itself
+after a stop, up to `training.max_requeues` times in the jobs of one command; by submitit at the
+time limit of a profile (TIME_OUTS) or controller (`controller_time_outs`); and by a controller's
+batch script if its process is killed (REVIVALS).
 """
 
 from __future__ import annotations

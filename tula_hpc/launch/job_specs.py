@@ -115,6 +115,8 @@ class TrainJob(Requeueable):
     measured: Identity | None = None
     # number of jobs that were submitted for this training before this one
     jobs_before: int = 0
+    # Unix time at which the command began that submitted this job
+    since: float = 0.0
 
     def run_number(self, restart_count: int) -> int:
         """Return a number that grows from run to run of this training, whichever job runs."""

@@ -505,6 +505,22 @@ class RunHistory:
         """Count the jobs that were submitted for a training since this Unix time."""
         return len(self._submitted_for(label, since))
 
+    def times_continued(self, label: str, job_id: str, since: float, asked: EventName) -> int:
+        """Count how often a training has gone on by itself, up to the present job.
+
+        That is by jobs after the first one that was submitted since this Unix time, and by requeues
+        for which these jobs asked. Slurm's own requeues do not count.
+
+        Args:
+            label: Name of the training.
+            job_id: The present job.
+            since: Unix time at which the command began that submitted the job.
+            asked: Name of the event of a job that asks for its requeue.
+        """
+        jobs = {job_id, *self._submitted_for(label, since)}
+        events = self.of_training(label)
+        return len(jobs) - 1 + sum(e.event == asked and e.job_id in jobs for e in events)
+
     def _submitted_for(self, label: str, since: float) -> list[str]:
         return [
             job.job_id

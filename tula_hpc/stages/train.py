@@ -361,16 +361,10 @@ def _submit_training(sweep: Sweep, candidate: Candidate, tick: Callable[[JobsNow
     part = sweep.on(candidate.partition)
     at = candidate.configuration
     spec = in_passes(sweep.spec, candidate.accumulation)
-    job = TrainJob(
-        spec,
-        part.cluster,
-        at,
-        sweep.run.root,
-        MAIN_LABEL,
-        candidate.partition,
-        measured_identity(sweep.run.measurements().records),
-        sweep.run.history().attempts(MAIN_LABEL),
-    )
+    measured = measured_identity(sweep.run.measurements().records)
+    place = (part.cluster, at, sweep.run.root, MAIN_LABEL, candidate.partition)
+    attempts = sweep.run.history().attempts(MAIN_LABEL)
+    job = TrainJob(spec, *place, measured, attempts, sweep.started_at)
     data: dict[str, object] = {"label": MAIN_LABEL, "configuration": list(at)}
     data["partition"] = candidate.partition
     if spec.workload.accumulates:

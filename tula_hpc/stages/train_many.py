@@ -140,7 +140,11 @@ class Trainings:
         for label in labels:
             self.run_directory.make_train(label)
         history = self.run_directory.history()
-        jobs = [replace(self.jobs[label], jobs_before=history.attempts(label)) for label in labels]
+        since = self.sweep.started_at
+        jobs = [
+            replace(self.jobs[label], jobs_before=history.attempts(label), since=since)
+            for label in labels
+        ]
         nodes, minutes = jobs[0].configuration.nodes, self.sweep.cluster.train_minutes
         data = [{"label": label} for label in labels]
         submitted = self.launcher.submit(

@@ -9,9 +9,9 @@ Course of a training on USR2 (before its time limit) and TERM (preemption, cance
 3. `training/loop.py` has them agree after each step. `checkpoint/safe_points.py` then saves, and
    waits until the checkpoint is on disk (`SafePoints.step_ended`).
 4. `leave`, here, logs "preempted", and asks for a requeue of this job, up to
-   `training.max_requeues` times; then the training fails. It does not ask where the job is
-   cancelled, or Slurm requeues it by itself. The process ends; on one machine its exit code asks
-   submitit for the requeue.
+   `training.max_requeues` times in the jobs of one command; then the training fails. It does not
+   ask where the job is cancelled, or Slurm requeues it by itself, which does not count. The process
+   ends; on one machine its exit code asks submitit for the requeue.
 5. The requeued job goes on from the checkpoint. Without a requeue, the command that waits submits
    another job, as `retry_policy.py` says (`stages/train.py`).
 
@@ -31,7 +31,7 @@ from typing import Any, Protocol
 
 from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.env import WorkerEnvironment, job_started_at, slurm_job_id, unix_time
-from tula_hpc.errors import StageError
+from tula_hpc.errors import RunDirectoryError, StageError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch import slurm
 from tula_hpc.launch.diagnosis import BY_HAND
@@ -88,7 +88,7 @@ class LeavingTraining(Protocol):
 
     @property
     def progress(self) -> Any:
-        """Return how far it came: `step`, `samples_seen`, `restarts` after the first start."""
+        """Return how far it came: `step` and `samples_seen`."""
 
     @property
     def is_main(self) -> bool:
@@ -124,14 +124,31 @@ def leave(training: LeavingTraining, stop: StopRequest, saved: str = "saved at s
 
 
 def _check_restarts(training: LeavingTraining, data: dict[str, Any]) -> None:
-    restarts = training.progress.restarts
-    if restarts >= training.job.sweep.training.max_requeues:
-        used_up = f"restarted {restarts} times, as often as training.max_requeues allows"
+    most = training.job.sweep.training.max_requeues
+    if training.any(training.is_main and _restarts(training) >= most):
+        used_up = f"restarted {most} times, as often as training.max_requeues allows"
         if training.is_main:
             training.log_event("failed", used_up, data | {"stop": StopReason.REQUEUES_EXHAUSTED})
         # no worker ends before that is on record: srun -K1 would end rank 0 with it
         training.any(False)
         raise StageError(used_up)
+
+
+def _restarts(training: LeavingTraining) -> int:
+    """Count the restarts that `training.max_requeues` bounds, from the events.
+
+    A checkpoint's count has all restarts, also those of earlier commands and Slurm's own requeues.
+    """
+    job, env = training.job, training.env
+    try:
+        history = RunDirectory(job.root).history()
+    except RunDirectoryError:
+        # a file that cannot be read just now must not end the training
+        return 0
+    if env.on_slurm:
+        return history.times_continued(job.label, env.job_id, job.since, "requeued")
+    # on one machine each stop is such a request, and this one is on record already
+    return history.times_continued(job.label, env.job_id, job.since, "preempted") - 1
 
 
 def _requeue(training: LeavingTraining, saved: str, data: dict[str, Any]) -> str:
