@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -19,6 +20,7 @@ from tula_hpc.records import (
     Event,
     JobAccount,
     Measurement,
+    Metrics,
     RunDirectory,
     RunHistory,
     StepMetrics,
@@ -28,6 +30,7 @@ from tula_hpc.records import (
     storage,
     write_atomically,
 )
+from tula_hpc.records import metrics as metrics_module
 
 
 def oom(local_batch: int) -> Measurement:
@@ -163,6 +166,52 @@ def test_after_a_rollback_to_another_batch_nothing_of_the_former_one_is_ahead(tm
         append_record(path, StepMetrics(step=step, samples_seen=seen, **common))
     expected = [*before[:5], *after]
     assert [(row.step, row.samples_seen) for row in read_metrics(path).steps] == expected
+
+
+def step_at(number: int) -> StepMetrics:
+    return StepMetrics(step=number, samples_seen=64 * number, epoch=0.5, loss=1.0, lr=0.1, step_time_s=0.1)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_growing_file_is_read_at_each_look_or_for_a_small_share_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    """A command on one machine looks five times a second, and the file of a week takes seconds to read."""
+    path, now, readings = tmp_path / "metrics.jsonl", [0.0], [0]
+
+    def slow(path: Path) -> Metrics:
+        now[0] += 2.0
+        readings[0] += 1
+        return read_metrics(path)
+
+    monkeypatch.setattr(metrics_module, "read_metrics", slow)
+    monkeypatch.setattr(metrics_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(metrics_module, "LARGE_BYTES", 0 if large else 10**9)
+    reader, looks = metrics_module.MetricsReader(path), 300
+    for number in range(1, looks + 1):
+        append_record(path, step_at(number), durable=False)
+        newest = reader.read().steps[-1].step
+        assert newest == number or (large and number - newest <= 40 / 0.2)
+        now[0] += 0.2
+    assert 2.0 * readings[0] <= 0.1 * now[0] if large else readings[0] == looks
+
+
+def test_metrics_that_cannot_be_read_remain_as_they_were_with_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    reader = metrics_module.MetricsReader(path)
+    assert reader.read().steps == []
+    append_record(path, step_at(1))
+    assert len(reader.read().steps) == 1
+    append_record(path, step_at(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics_module, "MAX_LINES", 1)
+        assert len(reader.read().steps) == 1
+        (note,) = reader.notes
+        assert note.startswith(f"the progress is not up to date: {path}: has 0.0 MB; expected at most 1 lines")
+    assert len(reader.read().steps) == 2
+    assert reader.notes == []
 
 
 def test_a_missing_plan_is_one_clear_line(tmp_path: Path) -> None:

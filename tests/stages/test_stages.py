@@ -175,6 +175,20 @@ def test_progress_says_what_is_left_at_the_pace_of_what_was_logged(
     assert waits == ("training: 5 of 10 epochs done, 1 waiting for 3 min (other jobs go first), 64.5 % test accuracy")
 
 
+def test_a_command_that_cannot_read_the_metrics_waits_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As when they have become longer than any command reads: the training goes on, and may need another job."""
+    monkeypatch.setattr("tula_hpc.records.metrics.MAX_LINES", 1)
+    run = RunDirectory(tmp_path / "run").create()
+    path = run.make_train().metrics_file
+    for step in (1, 2):
+        row = StepMetrics(step=step, samples_seen=64 * step, epoch=1.0, loss=1.0, lr=0.1, step_time_s=12.0)
+        append_record(path, row)
+    training_tick(Sweep(SweepSpec(name="x"), ClusterSpec(), run), StageProgress("training"))(JobsNow(1, "1 running"))
+    assert f"1 running; the progress is not up to date: {path}: has" in capsys.readouterr().err
+
+
 def test_a_log_has_no_line_more_often_than_an_epoch_and_a_minute_and_keeps_the_last_score(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,6 +37,7 @@ from tula_hpc.records.metrics import (
     AnyMetrics,
     EpochMetrics,
     Metrics,
+    MetricsReader,
     StepMetrics,
     kept_steps,
     put_aside,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections.abc import Sequence
 from itertools import count, pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field, RootModel
 
+from tula_hpc.errors import RunDirectoryError
 from tula_hpc.records.base import Batch, Record
 from tula_hpc.records.storage import Bounds, lines_of, out_of_bounds, parse_record
 
@@ -299,6 +301,45 @@ def read_metrics(path: Path) -> Metrics:
         steps.count if steps.is_choice else 0,
         steps.others_scaled,
     )
+
+
+# a larger file takes noticeable time to read
+LARGE_BYTES = 1_000_000
+# pause after such a reading, as a multiple of its time
+PAUSE_TIMES = 20.0
+
+
+class MetricsReader:
+    """Reader of a growing metrics.jsonl for a command that shows it again and again.
+
+    The file of a long training takes seconds to read, so it is not read at each call. Nor may a
+    file that cannot be read, or is beyond a bound, end a command that only shows it: the metrics
+    then remain those that were read last.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.last = Metrics([], [], 0)
+        # a sentence on why the metrics are not up to date, if they are not
+        self.notes: list[str] = []
+        # when it may be read again, by `monotonic`
+        self._next_at = 0.0
+
+    def read(self) -> Metrics:
+        """Return the metrics, at most some moments old."""
+        started = time.monotonic()
+        if started < self._next_at:
+            return self.last
+        try:
+            self.last = read_metrics(self.path)
+            self.notes = []
+        except RunDirectoryError as error:
+            self.notes = [f"the progress is not up to date: {error}"]
+        with contextlib.suppress(OSError):
+            if self.path.stat().st_size > LARGE_BYTES:
+                ended = time.monotonic()
+                self._next_at = ended + PAUSE_TIMES * (ended - started)
+        return self.last
 
 
 def parse_metrics(line: bytes) -> AnyMetrics:

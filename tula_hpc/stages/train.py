@@ -26,6 +26,7 @@ from tula_hpc.records import (
     Candidate,
     Measurement,
     Metrics,
+    MetricsReader,
     Plan,
     RunDirectory,
     StepMetrics,
@@ -39,7 +40,6 @@ from tula_hpc.records import (
     measured_identity,
     put_aside,
     read_document,
-    read_metrics,
     samples_a_step,
     training_left_s,
 )
@@ -302,7 +302,7 @@ def time_limit_advice(sweep: Sweep, label: str, failure: JobFailure) -> str:
     if is_in_vain:
         limit += f", of which signal_delay_s leaves {sweep.cluster.signal_delay_s} s for stopping"
     epochs = sweep.spec.workload.epochs
-    metrics = read_metrics(sweep.run.train(label).metrics_file)
+    metrics = MetricsReader(sweep.run.train(label).metrics_file).read()
     last = metrics.epochs[-1] if metrics.epochs else None
     left_s = training_left_s(metrics.steps, last, epochs)
     # no steps are left of a training that ended while its model was saved
@@ -389,6 +389,7 @@ def _was_moved(run: RunDirectory, files: TrainDirectory) -> bool:
 def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], None]:
     """Return a function that shows the progress of the plan's training with the jobs' states."""
     files = sweep.run.train()
+    reader = MetricsReader(files.metrics_file)
     epochs = sweep.spec.workload.epochs
     warned = [""]
     # the last step before a job waited: as long as it is the last, the next job has taken none
@@ -410,8 +411,8 @@ def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], 
             sys.stderr.write(
                 f"warning: a checkpoint cannot be used, and its work is done again: {words}\n"
             )
-        metrics = read_metrics(files.metrics_file)
-        notes = list(_notes(sweep))
+        metrics = reader.read()
+        notes = [*_notes(sweep), *reader.notes]
         if now.waiting:
             before_wait[:] = metrics.steps[-1:]
         saved = files.saved_samples if metrics.steps[-1:] == before_wait else None
