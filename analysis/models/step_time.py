@@ -216,11 +216,12 @@ class StepTimeModel:
         """Return the variances (m,) by the unknown departures of batches, and of cluster sizes."""
         if self._fitted.law.additive:
             return np.zeros(len(rows.batch)), np.zeros(len(rows.batch))
-        at_batches, at_sizes = self._fitted.law.knots.weights(rows)
+        knots = self._fitted.law.knots
+        _, at_sizes = knots.weights(rows)
         scale = (np.maximum(found.seconds, TINY_S) * self._fitted.noise / EFFECT_SPREAD) ** 2
-        of_batch = found.by_batch_effect**2 * (1.0 - np.sum(at_batches**2, axis=1)) / scale
+        of_batch = found.by_batch_effect**2 * (1.0 - knots.known_batches(rows)) / scale
         by_size = np.hypot(found.by_size_effect, found.by_storage_effect)
-        sizes = self._fitted.law.knots.sizes[:, 0]
+        sizes = knots.sizes[:, 0]
         if len(np.unique(sizes[sizes > 1.0])) < 2:
             # the only measured size of several nodes departs as much, and the law was fitted to it
             by_size = np.sqrt(2.0) * by_size

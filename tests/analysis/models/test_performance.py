@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -425,6 +426,23 @@ def test_the_interval_holds_new_measurements_as_often_as_it_says() -> None:
         new = truth * random.lognormal(0, 0.05, NODES.shape)
         inside.append(np.mean((low <= new) & (new <= high)))
     assert 0.86 <= np.mean(inside) <= 0.98
+
+
+@pytest.mark.parametrize("beyond", [2.0**-4, 2.0**7])
+def test_a_batch_far_beyond_the_measured_ones_may_depart_from_the_law_as_any_does(beyond: float) -> None:
+    random = np.random.default_rng(5)
+    inside = []
+    for _ in range(40):
+        measured = np.unique(BATCH)
+        departures = random.normal(0.0, 0.1, len(measured) + 1)
+        of_each = departures[np.searchsorted(measured, BATCH)]
+        truth = Truth(sync=0.0)
+        model = StepTimeModel("ring").fit(NODES, BATCH, truth.step("ring", NODES, BATCH) * np.exp(of_each))
+        batch = measured[-1] * beyond if beyond > 1.0 else measured[0] * beyond
+        low, high = model.interval(1, batch)
+        step_s = float(truth.step("ring", np.array([1.0]), np.array([batch]))[0]) * math.exp(departures[-1])
+        inside.append(low < step_s < high)
+    assert np.mean(inside) >= 0.85
 
 
 def test_intervals_are_wider_for_few_data_far_points_and_high_levels() -> None:
