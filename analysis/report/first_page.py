@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from tula_hpc.analysis.models.profiles import is_out_of_memory, parts_of
+from tula_hpc.analysis.models.profiles import is_out_of_memory, parts_of, summarize
 from tula_hpc.analysis.planning.partitions import name_of
 from tula_hpc.analysis.report.bill_text import bill_of, bill_sentences, steps_off
 from tula_hpc.analysis.report.plan_text import (
@@ -25,7 +25,13 @@ from tula_hpc.analysis.report.plan_text import (
     without_price,
 )
 from tula_hpc.analysis.report.text import as_sentence, doubts, of_partition_in_words
-from tula_hpc.analysis.run_contents import RunContents, Training, candidate_of, measured_epochs
+from tula_hpc.analysis.run_contents import (
+    RunContents,
+    Training,
+    as_planned,
+    candidate_of,
+    measured_epochs,
+)
 from tula_hpc.formatting import (
     duration_within,
     first_line,
@@ -38,7 +44,16 @@ from tula_hpc.formatting import (
     money_within,
     plural,
 )
-from tula_hpc.records import Candidate, Measurement, Plan, Remedy, RunHistory, TrainResult
+from tula_hpc.records import (
+    Candidate,
+    Measurement,
+    Plan,
+    Remedy,
+    RunHistory,
+    StepTimes,
+    TrainResult,
+    of_partition,
+)
 
 # least share of a step that is named
 NOTABLE = 0.01
@@ -160,27 +175,31 @@ def _expected(plan: Plan) -> str:
 
 def _step_shares(run: RunContents) -> list[str]:
     """Say where the time of the chosen configuration's step goes; empty if it was not measured."""
-    chosen = run.plan.chosen if run.plan else None
-    times = [
-        item.times
-        for item in run.ok
-        if chosen
-        and (item.partition, item.configuration) == (chosen.partition, chosen.configuration)
-    ]
-    if chosen is None or not times or times[-1] is None:
+    times = _planned_times(run)
+    if run.plan is None or times is None:
         return []
-    parts = parts_of(times[-1])
+    parts = parts_of(times)
     rest = "other work"
-    if chosen.configuration.world_size > 1:
+    if run.plan.chosen.configuration.world_size > 1:
         rest = "exchange of gradients and waiting for other workers"
     names = ("waiting for data", "computation", "the optimizer", rest)
-    step_s = times[-1].step_time_s
+    step_s = times.step_time_s
     shown = [
         f"{100 * seconds / step_s:.0f} % {name}"
         for seconds, name in sorted(zip(parts, names, strict=True), reverse=True)
         if seconds >= NOTABLE * step_s
     ]
     return [f"A step of {format_duration(step_s)} is {', '.join(shown)}."]
+
+
+def _planned_times(run: RunContents) -> StepTimes | None:
+    """Return the chosen configuration's times as the plan has them; None if it was not measured."""
+    if run.plan is None:
+        return None
+    chosen = run.plan.chosen
+    here = of_partition(as_planned(run.measurements, run.plan), chosen.partition)
+    own = [row for row in here if row.configuration == chosen.configuration]
+    return next((profile.times for profile in summarize(own).profiles), None)
 
 
 # what a training does for a large batch, by training.method

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.planning_data import cluster, ok, sweep
+from tests.planning_data import cluster, ok, sweep, times
 from tests.run_factory import make_run, opening_text, write_plan, write_training
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.planning.partitions import name_of
@@ -168,6 +168,14 @@ def test_the_page_says_where_the_time_of_the_whole_and_of_a_step_goes(plan: Plan
     assert "% computation" in shares
     elsewhere = [ok(plan.chosen.nodes, 2 * plan.chosen.local_batch)]
     assert "A step of" not in opening_text(contents._replace(measurements=elsewhere))
+
+
+def test_the_step_whose_parts_are_named_is_the_plans(plan: Plan, tmp_path: Path) -> None:
+    contents = read_run(make_run(tmp_path / "run", stage="plan"))
+    nodes, _, batch = plan.chosen.configuration
+    repeats = [ok(nodes, batch, times=times(nodes, batch, step_time_s=seconds)) for seconds in (0.8, 0.6, 2.4)]
+    page = first_page(contents._replace(plan=plan, measurements=repeats))
+    assert "A step of 800 ms is " in " ".join(page.sections[0].sentences)
 
 
 def test_a_finished_training_has_nothing_left_to_do(tmp_path: Path) -> None:
