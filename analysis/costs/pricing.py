@@ -155,16 +155,18 @@ def bill(
     interval_s = _saved_every_s(cluster, training, usage, save_s, resume)
     saving_s = usage.train_time_s / interval_s * save_s
     work_s = usage.train_time_s + usage.evaluation_s + saving_s
-    if pricing.basis == "spot":
-        work_s = _with_preemptions_s(pricing, usage, interval_s, save_s)
     until_warning_s = cluster.train_minutes * 60.0 - cluster.signal_delay_s
     limited = under_time_limit(work_s, until_warning_s, interval_s, pricing.start_s)
     if resume is Resume.EPOCH:
         limited = by_epochs_under_time_limit(work_s, until_warning_s, usage.epochs, pricing.start_s)
     if resume is Resume.NOTHING:
         limited = anew_under_time_limit(work_s, until_warning_s, pricing.start_s)
+    time_s = limited.time_s
+    if pricing.basis == "spot":
+        # a preempted job has its whole time limit again, so that both kinds of losses add up
+        time_s = time_s + _with_preemptions_s(pricing, usage, interval_s, save_s) - work_s
     ends_s = (1.0 + np.minimum(limited.requeues, FOREVER_S)) * usage.end_s
-    wall_s = np.minimum(limited.time_s + ends_s, FOREVER_S)
+    wall_s = np.minimum(time_s + ends_s, FOREVER_S)
     kwh = np.full_like(wall_s, np.nan)
     if power:
         kwh = energy_kwh(usage.nodes, wall_s, power.watts, pricing.pue)

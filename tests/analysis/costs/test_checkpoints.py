@@ -135,6 +135,24 @@ def test_a_training_that_resumes_at_ends_of_epochs_has_whole_epochs_in_each_job(
     assert paid.wall_time_s[0] == pytest.approx(time_s if requeues < np.inf else FOREVER_S)
 
 
+def test_a_preempted_job_has_its_whole_time_limit_again() -> None:
+    """Work of 20 h that begins anew ends in a job of 24 h, however long preemptions make all jobs together."""
+    paid, without_limit = (paid_by_script(20.0, Resume.NOTHING, minutes) for minutes in (24 * 60, 10**6))
+    assert paid.wall_time_s[0] == without_limit.wall_time_s[0] > 24 * 3600.0
+    assert paid_by_script(24.0, Resume.NOTHING, 24 * 60).wall_time_s[0] == FOREVER_S
+
+
+@pytest.mark.parametrize("resume", [Resume.CHECKPOINT, Resume.EPOCH])
+@pytest.mark.parametrize("minutes", [90, 600])
+def test_a_time_limit_costs_as_much_whether_or_not_jobs_are_preempted(resume: Resume, minutes: int) -> None:
+    extra_s = []
+    for basis in ("node-hour", "spot"):
+        limited, free = (paid_by_script(11.0, resume, limit, basis) for limit in (minutes, 10**6))
+        assert limited.requeues[0] > free.requeues[0] == 0.0
+        extra_s.append(limited.wall_time_s[0] - free.wall_time_s[0])
+    assert extra_s[0] == pytest.approx(extra_s[1])
+
+
 RESUMES = [
     ({"epochs": 3}, False, Resume.CHECKPOINT),
     (SCRIPT, False, Resume.NOTHING),
