@@ -33,6 +33,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tula_hpc.analysis.costs.spread import MOMENT_S
 from tula_hpc.config import CHECKPOINT_MINUTES, PricingSpec, WorkloadSpec
 from tula_hpc.formatting import format_duration
 from tula_hpc.records import CREDIBLE_S, Event, RunHistory
@@ -135,7 +136,7 @@ def with_epoch_ends_s(every_s: Array, epoch_s: Array, least_s: float) -> Array:
     `every_s` is T > 0, `epoch_s` the seconds of an epoch's steps. The end of an epoch saves if the
     last save is at least `least_s` ago, and always if that is 0.
     """
-    epoch_s = np.maximum(epoch_s, 1e-9)
+    epoch_s = np.maximum(epoch_s, MOMENT_S)
     at_ends = epoch_s * np.maximum(np.ceil(least_s / epoch_s), 1.0)
     in_long_epochs = _in_long_epochs_s(every_s, epoch_s, least_s)
     between_s = np.where(epoch_s >= every_s, in_long_epochs, np.minimum(at_ends, every_s))
@@ -200,7 +201,8 @@ def by_epochs_under_time_limit(
 
     If no epoch fits into a job, the training never ends. See `under_time_limit` for the letters.
     """
-    epoch_s = work_s / epochs
+    # a batch beyond all samples has no step, and an epoch no work
+    epoch_s = np.maximum(work_s / epochs, MOMENT_S)
     each = np.floor((limit_s - restart_s) / epoch_s * (1.0 + 1e-9))
     fits = work_s + restart_s <= limit_s
     requeues = np.where(fits, 0.0, np.ceil(epochs / np.maximum(each, 1.0)) - 1.0)

@@ -209,7 +209,7 @@ def _with_preemptions_s(
 ) -> Array:
     work_s = usage.train_time_s + usage.evaluation_s
     # evaluations also fall between checkpoints, so that an interval holds more work than its steps
-    evaluating = work_s / np.maximum(usage.train_time_s, MOMENT_S)
+    evaluating = np.maximum(work_s, MOMENT_S) / np.maximum(usage.train_time_s, MOMENT_S)
     return interruptions.expected_time_s(
         work_s,
         interval_s * evaluating,

@@ -21,6 +21,7 @@ from tula_hpc.analysis.report.plan_text import expectation, sentences
 from tula_hpc.checkpoint.interval import FIRST_S, Cadence, Interruptions
 from tula_hpc.config import ClusterSpec, TrainingSpec, WorkloadSpec
 from tula_hpc.formatting import FOREVER_S
+from tula_hpc.records import Plan
 
 DAY_S = 86_400.0
 NOTHING = Interruptions(DAY_S, is_known=True)
@@ -189,6 +190,19 @@ def test_a_plan_names_the_checkpoints_that_are_written(workload: dict[str, objec
     # nobody knows how often a script saves
     assert ("as far as is known from the end of an epoch" in long) == (resume is Resume.EPOCH)
     assert ("while a checkpoint is written" in long) == (resume is Resume.CHECKPOINT)
+
+
+@pytest.mark.parametrize("basis", ["node-hour", "spot"])
+@pytest.mark.parametrize(("workload", "kept", "resume"), RESUMES)
+def test_a_batch_beyond_all_samples_has_a_time_that_can_be_written_down(
+    workload: dict[str, object], kept: bool, resume: Resume, basis: str
+) -> None:
+    spec = WorkloadSpec.model_validate(workload, context={"check_paths": False})
+    rows = [row.model_copy(update={"kept": kept, "dataset_samples": 600}) for row in CORNERS]
+    on = cluster(pricing={"basis": basis})
+    plan = make_plan(sweep("time").model_copy(update={"workload": spec}), on, rows)
+    assert any(candidate.train_time_s == 0.0 for candidate in plan.candidates)
+    assert Plan.model_validate_json(plan.model_dump_json(by_alias=True)) == plan
 
 
 @pytest.mark.parametrize(
