@@ -225,6 +225,8 @@ def part_of(
         # the time between the script's epochs includes its saving
         most_s = 0.0
         measured_s = most_s
+    if resume is Resume.NOTHING:
+        most_s = 0.0
     spread = Spread(
         start_factors(summary.starts_s if cluster.pricing.restart_s is None else ()),
         evaluation.factors,

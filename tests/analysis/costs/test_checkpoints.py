@@ -192,6 +192,14 @@ def test_a_plan_names_the_checkpoints_that_are_written(workload: dict[str, objec
     assert ("while a checkpoint is written" in long) == (resume is Resume.CHECKPOINT)
 
 
+@pytest.mark.parametrize(("workload", "kept", "resume"), RESUMES)
+def test_what_saves_nothing_waits_for_no_last_save(workload: dict[str, object], kept: bool, resume: Resume) -> None:
+    spec = WorkloadSpec.model_validate(workload, context={"check_paths": False})
+    rows = [row.model_copy(update={"kept": kept}) for row in CORNERS]
+    chosen = make_plan(sweep("time").model_copy(update={"workload": spec}), cluster(), rows).chosen
+    assert (chosen.part_intervals_90["checkpoints"] == (0.0, 0.0)) == (resume is Resume.NOTHING)
+
+
 @pytest.mark.parametrize("basis", ["node-hour", "spot"])
 @pytest.mark.parametrize(("workload", "kept", "resume"), RESUMES)
 def test_a_batch_beyond_all_samples_has_a_time_that_can_be_written_down(
