@@ -20,10 +20,10 @@ from tula_hpc.analysis.planning.constraints import (
     unconstrained,
 )
 from tula_hpc.analysis.planning.knee import TimeCurves
-from tula_hpc.analysis.planning.memory_limit import allowed_bytes
+from tula_hpc.analysis.planning.memory_limit import allowed_bytes, on_top_bytes
 from tula_hpc.analysis.planning.objective import choose
 from tula_hpc.analysis.planning.partitions import FittedPartitions, name_of
-from tula_hpc.config import ObjectiveSpec
+from tula_hpc.config import ObjectiveSpec, TrainingSpec
 from tula_hpc.errors import ConstraintsError, InfeasibleError
 from tula_hpc.formatting import listed
 from tula_hpc.records import Candidate
@@ -37,7 +37,9 @@ FEWER_PREEMPTIONS = (
 )
 
 
-def require_feasible(fitted: FittedPartitions, objective: ObjectiveSpec, max_requeues: int) -> None:
+def require_feasible(
+    fitted: FittedPartitions, objective: ObjectiveSpec, training: TrainingSpec
+) -> None:
     """Refuse a table without any feasible candidate.
 
     Raises:
@@ -59,22 +61,24 @@ def require_feasible(fitted: FittedPartitions, objective: ObjectiveSpec, max_req
     row = int(np.lexsort((table.global_batch, table.local_batch))[0])
     why_not = Why(int(table.why[row]))
     advice = ADVICE.get(why_not, MORE_MEMORY)
-    if why_not is Why.MEMORY and _no_batch_fits(fitted, row):
+    if why_not is Why.MEMORY and _no_batch_fits(fitted, row, training):
         advice = f"even one sample would need more than that; {LARGER_MACHINE}"
     if why_not is Why.FOREVER:
-        row = _least_time(fitted, max_requeues)
-        advice = _more_time(fitted, row, max_requeues)
+        row = _least_time(fitted, training.max_requeues)
+        advice = _more_time(fitted, row, training.max_requeues)
     named = fitted.record(row)
     why = f"{name_of(named)}: {named.why}"
     raise InfeasibleError(f"plan: none of {table.rows:,} candidates is feasible; {why}; {advice}")
 
 
-def _no_batch_fits(fitted: FittedPartitions, row: int) -> bool:
+def _no_batch_fits(fitted: FittedPartitions, row: int, training: TrainingSpec) -> bool:
     """Tell whether a worker of this candidate's cluster would lack memory for a single sample."""
     table = fitted.table
     part = fitted.parts[table.part[row]]
-    workers = table.nodes[[row]] * table.workers_per_node[[row]]
-    least = part.models.memory.predict(np.ones(1), workers)
+    workers = (table.nodes[[row]] * table.workers_per_node[[row]]).astype(np.float64)
+    updates = part.models.update_time_s
+    on_top = on_top_bytes(part.summary, updates, part.cluster, training, workers)
+    least = part.models.memory.predict(np.ones(1), workers) + on_top
     return bool(least > allowed_bytes(part.memory_limit_bytes, part.cluster.memory_margin))
 
 
