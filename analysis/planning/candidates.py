@@ -292,15 +292,18 @@ def _why_not(
     part: Partition, grid: Grid, peak: Array, on_top: Array, wall_time_s: Array
 ) -> Integers:
     """Return the first reason against each candidate; the user's constraints come later."""
+    summary = part.summary
     allowed = allowed_bytes(part.memory_limit_bytes, part.cluster.memory_margin)
     bound = np.where(
         grid.nodes * grid.workers_per_node == 1,
-        part.summary.oom_bound(alone=True),
-        part.summary.oom_bound(alone=False),
+        summary.oom_bound(alone=True),
+        summary.oom_bound(alone=False),
     )
+    steps = steps_of_epoch(_batches(summary, grid), short_batch=summary.short_batch)
     against = [
-        (Why.SAMPLES, grid.global_batch > part.summary.dataset_samples),
-        (Why.OUT_OF_MEMORY, part.summary.passes.batch_of_one(grid.local_batch) >= bound),
+        # batches that vary may be larger than asked for, so that none is full
+        (Why.SAMPLES, (grid.global_batch > summary.dataset_samples) | (steps == 0.0)),
+        (Why.OUT_OF_MEMORY, summary.passes.batch_of_one(grid.local_batch) >= bound),
         (Why.MEMORY, peak + on_top > allowed),
         (Why.FOREVER, wall_time_s >= FOREVER_S),
         (Why.UNSEEN, _may_lack_memory(part, grid, allowed - on_top)),

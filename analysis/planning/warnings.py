@@ -201,7 +201,8 @@ def about_left_out_samples(chosen: int, fitted: FittedPartitions, *, many: bool)
     global_batch = int(fitted.table.global_batch[chosen])
     summary = fitted.parts[fitted.table.part[chosen]].summary
     samples = summary.dataset_samples
-    share = samples % global_batch / samples
+    taken = global_batch * summary.batch_share
+    share = samples % taken / samples
     if summary.short_batch or share < DROPPED_SHARE or (share >= MANY_DROPPED) != many:
         return []
     batches = f"full batches of {global_batch:,}"

@@ -314,6 +314,16 @@ def test_more_batches_are_counted_if_they_are_smaller_than_asked_for() -> None:
     assert found[1].value == pytest.approx(found[0].value / 0.9)
 
 
+def test_an_epoch_without_a_full_batch_is_not_planned() -> None:
+    """Batches that are larger than asked for may exceed all samples: no time at all would be the least time."""
+    rows = [row.model_copy(update={"batch_share": 1.25, "dataset_samples": 1200}) for row in CORNERS]
+    plan = make_plan(sweep("time"), cluster(), rows)
+    assert plan.chosen.global_batch == 512
+    for candidate in plan.candidates:
+        assert candidate.feasible == (1.25 * candidate.global_batch <= 1200)
+    assert "leave out 47 % of the 1,200 samples" in "\n".join(plan.warnings)
+
+
 def test_a_shorter_last_batch_leaves_out_nothing_and_counts_as_its_share_of_a_step() -> None:
     rows = [row.model_copy(update={"dataset_samples": 2000, "short_batch": True}) for row in CORNERS]
     plan = make_plan(sweep("time"), cluster(), rows)
