@@ -208,7 +208,14 @@ def environment_of_script(place: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment for a script, with `place` as the only rank and peers."""
     # PYTHONSAFEPATH is for the job alone: programs that a script starts must find their modules
     hidden = (*HIDDEN_FROM_SCRIPTS, CONTROLLER, "PYTHONSAFEPATH")
-    shown = ("SLURM_CONF", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE", "SLURM_GPUS_ON_NODE")
+    shown = (
+        "SLURM_CONF",
+        "SLURM_CPUS_PER_TASK",
+        "SLURM_CPUS_ON_NODE",
+        "SLURM_GPUS_ON_NODE",
+        # a folder on the node that some sites make for each job
+        "SLURM_TMPDIR",
+    )
     kept = {
         key: value
         for key, value in os.environ.items()

@@ -15,7 +15,7 @@ from tula_hpc.attach.processes import Meeting, variables_of
 from tula_hpc.attach.script import Script, filled, remedy_of_batch, remedy_of_passes, values_of
 from tula_hpc.config import SweepSpec
 from tula_hpc.config.workload import PLACEHOLDERS
-from tula_hpc.env import WorkerEnvironment
+from tula_hpc.env import WorkerEnvironment, environment_of_script
 from tula_hpc.records import Configuration
 from tula_hpc.user_code import describe_error
 
@@ -92,6 +92,14 @@ def test_a_worker_finds_its_place_as_under_torchrun() -> None:
     # also under srun
     names = ("PROCID", "LOCALID", "NODEID", "NTASKS", "NTASKS_PER_NODE", "NNODES", "JOB_NODELIST", "JOB_ID")
     assert [found[f"SLURM_{name}"] for name in names] == ["3", "1", "1", "4", "2", "2", "node1,node2", "7"]
+
+
+def test_a_script_keeps_the_jobs_folder_on_its_node_and_no_rank_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_TMPDIR", "/local/7")
+    monkeypatch.setenv("SLURM_PROCID", "5")
+    found = environment_of_script({"RANK": "0"})
+    assert (found["SLURM_TMPDIR"], found["RANK"]) == ("/local/7", "0")
+    assert "SLURM_PROCID" not in found
 
 
 def test_a_worker_with_a_gpu_of_its_own_has_the_first_that_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
