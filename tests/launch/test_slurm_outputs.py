@@ -268,6 +268,8 @@ def test_restarts_before_this_one_are_no_sign_of_another(
     ("printed", "largest"),
     [
         ("MaxArraySize            = 4001\nMaxBatchRequeue         = 5\n", 4001),
+        ("MaxArraySize = 4001\nSchedulerParameters     = bf_continue,max_array_tasks=50,defer\n", 50),
+        ("MaxArraySize = 0\nSchedulerParameters = (null)\n", 1),
         ("Slurm is UP\n", slurm.DEFAULT_LARGEST_ARRAY),
         (None, slurm.DEFAULT_LARGEST_ARRAY),
     ],

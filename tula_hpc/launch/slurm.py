@@ -328,14 +328,14 @@ def _ids_shown(shown: str, wanted: Collection[str]) -> list[str]:
 
 
 def largest_array() -> int:
-    """Return how many tasks an array may have here; Slurm's default if it does not say."""
+    """Return how many tasks an array may have here, 1 without arrays; Slurm's default if unknown."""
     try:
         text = run_command(["scontrol", "show", "config"])
     except LaunchError:
         return DEFAULT_LARGEST_ARRAY
-    match = re.search(r"^MaxArraySize\s*=\s*([0-9]{1,9})\s*$", text, re.MULTILINE)
-    # 0 means that there are no arrays: then each task is a job of its own
-    return max(1, int(match[1])) if match else DEFAULT_LARGEST_ARRAY
+    limits = re.findall(r"^MaxArraySize\s*=\s*([0-9]{1,9})\b", text, re.MULTILINE)
+    limits += re.findall(r"^SchedulerParameters\s*=.*\bmax_array_tasks=([0-9]{1,9})\b", text, re.M)
+    return max(1, min(map(int, limits), default=DEFAULT_LARGEST_ARRAY))
 
 
 def steps(job_ids: Sequence[str], keys: Mapping[str, str] = NO_KEYS) -> dict[str, list[StepState]]:
