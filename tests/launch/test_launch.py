@@ -350,6 +350,32 @@ def test_a_refusal_names_the_hosts_that_were_left_out(tmp_path: Path, monkeypatc
     )
 
 
+def test_where_arrays_are_refused_jobs_are_submitted_one_by_one_and_as_many_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = launcher(tmp_path, executor="slurm", array_parallelism=2)
+    asked: list[tuple[int, tuple[str, ...]]] = []
+    largest = 1
+
+    def submit(tasks: list[object], request: Request, _folder: Path) -> list[str]:
+        asked.append((len(tasks), request.after))
+        if len(tasks) > largest:
+            raise RefusedError("the scheduler refused the job")
+        return [str(len(asked))]
+
+    monkeypatch.setattr(slurm, "largest_array", lambda: 1001)
+    monkeypatch.setattr(there.executor, "check", lambda: None)
+    monkeypatch.setattr(there.executor, "submit", submit)
+    jobs = there.submit([print] * 4, stage="train", nodes=1, minutes=1, after=["0"])
+    assert [job.job_id for job in jobs] == ["2", "3", "4", "5"]
+    assert asked == [(4, ("0",)), (1, ("0",)), (1, ("0",)), (1, ("2",)), (1, ("3",))]
+    largest = 0
+    asked.clear()
+    with pytest.raises(RefusedError):
+        there.submit([print] * 4, stage="train", nodes=1, minutes=1)
+    assert [count for count, _ in asked] == [4, 1]
+
+
 def test_no_slurm_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     there = launcher(tmp_path, executor="slurm")

@@ -153,7 +153,7 @@ class Launcher:
         after: Sequence[str] = (),
         patient: bool = True,
     ) -> list[Submitted]:
-        """Submit one array, or as few as the site's MaxArraySize allows, one after another.
+        """Submit one array, or as few as the site allows, of which `array_parallelism` jobs run.
 
         Every array has a folder and a name of its own, so that no old result looks new if the
         scheduler counts its job ids from 1 again.
@@ -204,6 +204,7 @@ class Launcher:
     ) -> list[Submitted]:
         most = self.executor.most_together(len(todo))
         submitted: list[Submitted] = []
+        arrays: list[str] = []
         while todo:
             try:
                 accepted = self._submit_array(todo[:most], request)
@@ -214,10 +215,19 @@ class Launcher:
                     raise
                 most = self._fewer(min(most, len(todo)), error, len(todo))
                 continue
+            except RefusedError:
+                if min(most, len(todo)) == 1:
+                    raise
+                # a site may take no arrays; if not, a single job is refused for the same reason
+                most = 1
+                continue
             submitted += accepted
             todo = todo[most:]
-            # arrays side by side would run more jobs at once than array_parallelism allows
-            request = request._replace(after=(accepted[0].array_id,))
+            arrays.append(accepted[0].array_id)
+            # with more arrays side by side, more jobs would run than array_parallelism allows
+            together = max(1, self.cluster.array_parallelism // most)
+            if len(arrays) >= together:
+                request = request._replace(after=(arrays[-together],))
         return submitted
 
     def _fewer(self, most: int, error: SubmitLimitError, wanted: int) -> int:

@@ -177,7 +177,7 @@ def _profile_part(part: Sweep, progress: StageProgress, trusted_batch: int | Non
         # a group is an array, which keeps to array_parallelism by itself, or one packed job: of
         # these, array_parallelism may run at a time
         at_a_time = part.cluster.array_parallelism if part.spec.search.packed else 1
-        arrays = [""] * at_a_time
+        arrays: list[list[str]] = [[]] * at_a_time
         for group in first_wave(part.spec, part.cluster, proposed):
             arrays.append(_submit(part, group, trusted_batch, arrays[-at_a_time]))
 
@@ -416,9 +416,12 @@ def allocated_nodes(spec: SweepSpec, configurations: Sequence[Configuration]) ->
 
 
 def _submit(
-    part: Sweep, configurations: tuple[Configuration, ...], trusted_batch: int | None, before: str
-) -> str:
-    """Submit a job for each batch, or for all, after array `before`; return the last array's id."""
+    part: Sweep,
+    configurations: tuple[Configuration, ...],
+    trusted_batch: int | None,
+    before: Sequence[str],
+) -> list[str]:
+    """Submit a job for each batch, or for all, after these arrays; return the ids of its own."""
     alone: list[tuple[Configuration, ...]] = [(configuration,) for configuration in configurations]
     groups = [configurations] if part.spec.search.packed else alone
     nodes = allocated_nodes(part.spec, configurations)
@@ -431,12 +434,11 @@ def _submit(
         measured = list(map(list, group))
         data.append({"partition": part.partition, "output": name, "configurations": measured})
     minutes = part.cluster.profile_minutes
-    after = [before] if before else []
     # jobs beyond the site's limits are left to the next round
     submitted = part.launcher.submit(
-        jobs, stage="profile", nodes=nodes, minutes=minutes, data=data, after=after
+        jobs, stage="profile", nodes=nodes, minutes=minutes, data=data, after=before
     )
-    return submitted[-1].array_id
+    return list(dict.fromkeys(job.array_id for job in submitted))
 
 
 def _job(

@@ -16,7 +16,6 @@ from tula_hpc.env import unix_time
 from tula_hpc.errors import StageError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import plural
-from tula_hpc.launch import slurm
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.launch.launcher import Ended, JobsNow
 from tula_hpc.records import Submission
@@ -202,7 +201,7 @@ def most_at_once(cluster: ClusterSpec, workers: int) -> int:
     however many cores there are.
     """
     if cluster.executor == "slurm":
-        return max(1, min(MOST_TRAININGS, slurm.largest_array()))
+        return MOST_TRAININGS
     if cluster.device == "cuda":
         return cluster.array_parallelism
     cores = len(os.sched_getaffinity(0))
