@@ -26,7 +26,7 @@ from tula_hpc.launch.launcher import NOTICE, Launcher
 from tula_hpc.launch.slurm import JobState, Leaving, accounted_runs
 from tula_hpc.launch.slurm_executor import SlurmJobs, could_start
 from tula_hpc.records import RunDirectory, write_atomically
-from tula_hpc.stages.preview import Script, _asked
+from tula_hpc.stages.preview import Script, _asked, script_of
 from tula_hpc.status import __main__ as status
 from tula_hpc.status.jobs import JobPhase
 
@@ -482,3 +482,10 @@ def test_a_job_larger_than_any_node_is_refused_with_what_it_asks_for() -> None:
     message = _asked(script, RefusedError("sbatch: error: Requested node configuration is not available"))
     assert message == "; it asks for nodes=8, cpus-per-task=64"
     assert _asked(script, RefusedError("invalid partition")) == ""
+
+
+def test_a_dry_run_asks_about_an_array_that_the_site_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "largest_array", lambda: 4)
+    shape = {"nodes": 1, "minutes": 5, "tasks": 6}
+    (script,) = script_of(launcher(tmp_path), "train, 6 tasks", stage="train", **shape)
+    assert "#SBATCH --array=0-3%1\n" in script.text

@@ -164,8 +164,12 @@ def _waits(error: RefusedError) -> bool:
 def script_of(
     launcher: Launcher, title: str, *, stage: str, nodes: int, minutes: int, tasks: int
 ) -> Iterator[Script]:
-    """Yield the script of one submission; none if jobs do not go through Slurm."""
-    text = launcher.script(stage=stage, nodes=nodes, minutes=minutes, tasks=tasks)
+    """Yield the script of one submission; none if jobs do not go through Slurm.
+
+    If the site allows no array of so many tasks, it is that of the first piece.
+    """
+    most = launcher.executor.most_together(tasks)
+    text = launcher.script(stage=stage, nodes=nodes, minutes=minutes, tasks=most)
     if text:
         where = f"{launcher.cluster.partition}: " if launcher.cluster.partition else ""
         yield Script(f"{where}{title}", text, stage)
