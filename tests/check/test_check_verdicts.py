@@ -308,6 +308,11 @@ def test_a_job_that_no_node_fits_fails_and_says_why(settings: dict[str, object],
     assert level(on_site(Topic.NODES)) is Level.OK
 
 
+def test_nodes_whose_gpus_slurm_does_not_manage_fit_a_job_that_asks_for_none() -> None:
+    unmanaged = NODES.model_copy(update={"gres": "(null)"})
+    assert level(on_site(Topic.NODES, CPU.model_copy(update={"gres": "none"}), nodes=(unmanaged,))) is Level.OK
+
+
 def test_fewer_nodes_than_max_nodes_are_a_warning_and_broken_ones_do_not_count() -> None:
     for changes in (
         {"nodes": (NODES.model_copy(update={"state": "drained"}), NODES.model_copy(update={"count": 1}))},

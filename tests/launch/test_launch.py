@@ -309,6 +309,11 @@ def test_switches_that_are_off_are_left_out(tmp_path: Path) -> None:
     assert "requeue" not in script
 
 
+def test_gpus_that_slurm_does_not_manage_are_not_asked_for(tmp_path: Path) -> None:
+    there = launcher(tmp_path, executor="slurm", device="cuda", gres="none")
+    assert "--gres" not in there.script(stage="train", nodes=1, minutes=1, tasks=1)
+
+
 def device_failed(run: RunDirectory, host: str, ago_s: float = 0.0) -> None:
     where = {"failure": Failure.DEVICE_FAILED, "detail": "an ECC error", "data": {"hosts": [host]}}
     append_record(run.events_file, Event(time=time.time() - ago_s, event="failed", stage="train", **where))

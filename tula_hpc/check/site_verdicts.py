@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tula_hpc.check.site import Limits, Nodes, Site
 from tula_hpc.config import ClusterSpec, hidden_peers
+from tula_hpc.config.gpus import NO_GRES
 from tula_hpc.containers import Folders, describe
 from tula_hpc.formatting import command_line, format_bytes, plural
 from tula_hpc.records import Record
@@ -252,7 +253,8 @@ def _misfits(cluster: ClusterSpec, nodes: Nodes, site: Site) -> list[str]:
         misfits.append(f"{asked} of memory, but nodes have {there}")
     for item in (cluster.gres or "").split(","):
         name = re.split("[:=]", item.removeprefix("gres:"))[0]
-        if name and not re.search(rf"(^|,){re.escape(name)}(:|,|$)", nodes.gres):
+        is_asked = name not in ("", NO_GRES)
+        if is_asked and not re.search(rf"(^|,){re.escape(name)}(:|,|$)", nodes.gres):
             misfits.append(f"gres = {cluster.gres}, but nodes have {_named(nodes.gres)}")
     # only a plain feature is checked; sbatch judges constraints with operators
     wanted = cluster.constraint or ""

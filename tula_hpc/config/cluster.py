@@ -284,7 +284,9 @@ class ClusterSpec(Spec):
     qos: SlurmWord | None = None
     """Quality of service that jobs are submitted with."""
     gres: SlurmWord | None = None
-    """Generic resources of a node (`--gres`); needed for `device = "cuda"` on Slurm."""
+    """Generic resources of a node (`--gres`); needed for `device = "cuda"` on Slurm; "none" if Slurm
+    does not manage the GPUs.
+    """
     constraint: SlurmWord | None = None
     """Feature that the nodes must have, so that all are of one kind."""
     exclusive: bool = True

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from tula_hpc.config.cluster import ClusterSpec
 
 
+# value of `gres` where Slurm does not manage the GPUs of its nodes
+NO_GRES = "none"
 SUFFIXES = "KMGTP"
 # TRES whose base unit is MiB, the second suffix
 MIB_BASED = ("mem", "vmem", "bb")
@@ -110,7 +112,8 @@ def check_gpus(cluster: ClusterSpec) -> None:
     if not counts and "gres" not in options:
         raise ValueError(
             f'gres: device = "cuda" on Slurm needs gres = "gpu:{workers}", also with '
-            "exclusive = true: Slurm gives a job's tasks only GPUs that were asked for"
+            "exclusive = true: Slurm gives a job's tasks only GPUs that were asked for; "
+            f'gres = "{NO_GRES}" if Slurm does not manage the GPUs'
         )
     need = "a worker needs a GPU"
     if workers > 1:

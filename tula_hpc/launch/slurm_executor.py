@@ -27,6 +27,7 @@ from submitit.core.utils import JobPaths
 from submitit.slurm.slurm import _convert_mem, _make_sbatch_string
 
 from tula_hpc.config import ClusterSpec
+from tula_hpc.config.gpus import NO_GRES
 from tula_hpc.containers import NO_FOLDERS, Folders, export_lines, python_of, srun_options
 from tula_hpc.env import RUN_MARK, outside_of_job, slurm_job_id
 from tula_hpc.errors import InputError, LaunchError, NotStartedError, RefusedError, SubmitLimitError
@@ -247,7 +248,9 @@ class SlurmJobs:
             "additional_parameters": self._options(request),
         }
         for key in ("partition", "account", "qos", "gres", "constraint"):
-            if (value := getattr(cluster, key)) is not None:
+            value = getattr(cluster, key)
+            # nothing is asked for
+            if value is not None and (key, value) != ("gres", NO_GRES):
                 parameters[key] = value
         if cluster.memory_gb:
             parameters["mem"] = _convert_mem(cluster.memory_gb)
