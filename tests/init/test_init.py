@@ -110,6 +110,16 @@ def test_limits_of_partition_account_and_qos_hold(commands: Path, tmp_path: Path
     assert cluster.pricing.basis == "tres"
 
 
+def test_accounts_on_other_clusters_of_the_site_do_not_count(commands: Path, tmp_path: Path) -> None:
+    """sacctmgr lists them too, unless it is asked for one cluster."""
+    enforced = "AccountingStorageEnforce = associations\\n"
+    put_site(commands, [MadePartition("a")], config=enforced, accounts="bio||normal||\\nml||normal||\\n")
+    script = commands / "sacctmgr"
+    here = "case \"$*\" in *assoc*clusters=made*) printf 'ml||normal||\\n'; exit ;; esac"
+    script.write_text(script.read_text().replace("#!/bin/sh\n", f"#!/bin/sh\n{here}\n"))
+    assert written(tmp_path).account == "ml"
+
+
 @pytest.mark.parametrize(
     ("site", "reason"),
     [

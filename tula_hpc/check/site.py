@@ -103,7 +103,7 @@ def ask_site(launcher: Launcher, nodes: int) -> Site:
         partition=partition_of(chosen, config) if chosen else None,
         nodes=nodes_of(chosen["PartitionName"]) if chosen else (),
         enforces_accounts=enforces_accounts(config),
-        associations=associations(),
+        associations=associations(config),
         qos=all_qos(),
         answers=_answers(launcher, nodes),
     )
@@ -219,10 +219,13 @@ def all_qos() -> tuple[Limits, ...]:
     )
 
 
-def associations() -> tuple[Limits, ...]:
+def associations(config: dict[str, str]) -> tuple[Limits, ...]:
     """Ask accounting for this user's accounts; return none if there is no accounting."""
-    columns = "format=Account,Partition,QOS,MaxWall,MaxTRES"
-    rows = _accounting("show", "assoc", f"user={getpass.getuser()}", columns)
+    whose = [f"user={getpass.getuser()}"]
+    # sacctmgr lists the accounts on all clusters of the site
+    if cluster := config.get("ClusterName"):
+        whose.append(f"clusters={cluster}")
+    rows = _accounting("show", "assoc", *whose, "format=Account,Partition,QOS,MaxWall,MaxTRES")
     return tuple(
         Limits(
             name=account,

@@ -94,7 +94,7 @@ def survey_cluster() -> Survey:
         LaunchError: There is no Slurm here, or it does not answer.
     """
     config = ask_config()
-    of_user = associations()
+    of_user = associations(config)
     all_limits = {each.name: each for each in all_qos()}
     needs_account = enforces_accounts(config)
     places = [
