@@ -27,7 +27,7 @@ from tula_hpc.check.reports import (
     Signal,
     Skip,
 )
-from tula_hpc.check.site import Answer, Limits, Nodes, Partition, Site, ask_site, minutes_of
+from tula_hpc.check.site import Answer, Limits, Nodes, Partition, Site, ask_site, minutes_of, partition_of
 from tula_hpc.check.site_verdicts import Level, Topic, Verdict, failed, judge_data_here, judge_site
 from tula_hpc.config import ClusterSpec, WorkloadSpec
 from tula_hpc.launch.bounded_command import NOT_CONFIGURED
@@ -435,6 +435,11 @@ def test_what_slurm_prints_becomes_facts(monkeypatch: pytest.MonkeyPatch, tmp_pa
     site = ask_site(Launcher(default, RunDirectory(tmp_path), "tula-check"), 2)
     assert site.partition is not None
     assert (site.partition.name, site.partition.default_memory_mb_per_cpu) == ("cpu", 1500)
+
+
+def test_a_partitions_default_of_memory_for_a_node_replaces_the_clusters_for_a_core() -> None:
+    found = partition_of({"PartitionName": "a", "DefMemPerNode": "64000"}, {"DefMemPerCPU": "1500"})
+    assert (found.default_memory_mb_per_cpu, found.default_memory_mb_per_node) == (None, 64000)
 
 
 def test_a_device_that_no_node_has_is_reported_once_with_the_other_one() -> None:

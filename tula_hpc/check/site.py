@@ -154,7 +154,9 @@ def ask(*command: str) -> str:
 
 def partition_of(fields: dict[str, str], config: dict[str, str]) -> Partition:
     """Read a partition's fields; what a partition does not set is as in the configuration."""
-    own = {**config, **{key: value for key, value in fields.items() if value not in NO_LIMIT}}
+    own = {key: value for key, value in fields.items() if value not in NO_LIMIT}
+    # a partition's default for a node replaces the cluster's for a core, and the other way round
+    memory = own if own.keys() & {"DefMemPerCPU", "DefMemPerNode"} else config
     return Partition(
         name=fields["PartitionName"],
         state=fields.get("State", ""),
@@ -162,8 +164,8 @@ def partition_of(fields: dict[str, str], config: dict[str, str]) -> Partition:
         total_nodes=count_in(fields.get("TotalNodes", "")) or 0,
         max_nodes=count_in(fields.get("MaxNodes", "")),
         max_minutes=minutes_of(fields.get("MaxTime", "")),
-        default_memory_mb_per_cpu=count_in(own.get("DefMemPerCPU", "")),
-        default_memory_mb_per_node=count_in(own.get("DefMemPerNode", "")),
+        default_memory_mb_per_cpu=count_in(memory.get("DefMemPerCPU", "")),
+        default_memory_mb_per_node=count_in(memory.get("DefMemPerNode", "")),
     )
 
 
