@@ -26,7 +26,7 @@ esac""",
 esac""",
     "sinfo": r"""case "$*" in
 *%R*) printf 'cpu 40 192000\n' ;;
-*) printf '20|40|192000|(null)|mixed|v100\n' ;;
+*) printf '20|40|192000|(null)|mixed|v100|n[01-20]\n' ;;
 esac""",
     "sacctmgr": r"""case "$*" in
 *assoc*) printf 'ml||normal|1-00:00:00|node=4\n' ;;

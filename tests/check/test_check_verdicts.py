@@ -397,7 +397,14 @@ ANSWERS = {
         "PartitionName=gpu AllowAccounts=ml Default=NO QoS=gpuqos MaxNodes=16 MaxTime=1-00:00:00 State=UP "
         "TotalNodes=24 DefMemPerCPU=4000 MaxMemPerNode=UNLIMITED\n"
     ),
-    "sinfo -h": "20|40|192000|gpu:v100:4(S:0-1)|mixed|v100\n4|40+|192000|gpu:v100:4|drained*|v100\n",
+    "sinfo -h": (
+        "20|40|192000|gpu:v100:4(S:0-1)|mixed|v100|gpu[01-18,31-32]\n"
+        "4|40+|192000|gpu:v100:4|drained*|v100|fat1,fat[3-5]\n"
+    ),
+    "scontrol show node": (
+        "NodeName=gpu01 Arch=x86_64 CoresPerSocket=20 CPUEfctv=36 CPUTot=40 RealMemory=192000 MemSpecLimit=2000\n"
+        "NodeName=fat1 Arch=x86_64 CPUTot=40 RealMemory=192000\n"
+    ),
     "sacctmgr -n": "gpuqos|12:00:00|cpu=640,node=8\nnormal||\n",
 }
 
@@ -423,7 +430,9 @@ def test_what_slurm_prints_becomes_facts(monkeypatch: pytest.MonkeyPatch, tmp_pa
         max_minutes=1440,
         default_memory_mb_per_cpu=4000,
     )
-    assert [(each.count, each.cpus, each.usable) for each in site.nodes] == [(20, 40, True), (4, 40, False)]
+    assert [(each.count, each.cpus, each.usable) for each in site.nodes] == [(20, 36, True), (4, 40, False)]
+    # without what the nodes keep for the system
+    assert [each.memory_mb for each in site.nodes] == [190_000, 192_000]
     assert site.qos[0] == Limits(name="gpuqos", max_minutes=720, max_nodes=8)
     assert site.associations[-1].max_nodes == 4
     assert site.enforces_accounts

@@ -28,6 +28,8 @@ class MadePartition(NamedTuple):
     state: str = "UP"
     nodes_state: str = "idle"
     fields: str = ""
+    # cores and MB of a node that no job gets
+    kept: tuple[int, int] = (0, 0)
 
 
 def put_site(
@@ -39,14 +41,15 @@ def put_site(
         f"MaxTime={p.limit} MaxNodes=UNLIMITED State={p.state} TotalNodes={p.nodes} {p.fields}\n"
         for i, p in enumerate(partitions)
     )
-    rows = ""
+    rows = shown_nodes = ""
     for p in partitions:
-        row = f"{p.nodes}|{p.cpus}|{p.memory_mb}|{p.gres}|{p.nodes_state}|(null)"
+        shown_nodes += f"NodeName={p.name}1 CPUEfctv={p.cpus - p.kept[0]} CPUTot={p.cpus} MemSpecLimit={p.kept[1]}\n"
+        row = f"{p.nodes}|{p.cpus}|{p.memory_mb}|{p.gres}|{p.nodes_state}|(null)|{p.name}[1-{p.nodes}]"
         rows += f"*'-p {p.name} '*) echo '{row}' ;;\n"
     accounting = f"case \"$*\" in\n*assoc*) printf '{accounts}' ;;\n*) printf '{qos}' ;;\nesac"
     scripts = {
         "scontrol": f"case \"$*\" in\n*config*) printf 'ClusterName = made\\n{config}' ;;\n"
-        f"*partition*) cat <<'END'\n{shown}END\n;;\nesac",
+        f"*partition*) cat <<'END'\n{shown}END\n;;\n*node*) cat <<'END'\n{shown_nodes}END\n;;\nesac",
         "sinfo": f'case "$* " in\n{rows}esac',
         "sacctmgr": accounting if accounts else "exit 1",
     }
@@ -86,6 +89,15 @@ def test_gpus_are_recommended_and_the_others_are_named(
     asked = [line for line in text.splitlines() if line.endswith("unknown")]
     assert {line.split()[1] for line in asked} == {"device_memory_gb", "NCCL_SOCKET_IFNAME", "usd_per_node_hour"}
     assert written(tmp_path, "--partition", "cpu").device == "cpu"
+
+
+def test_cores_and_memory_that_no_job_gets_are_left_out(commands: Path, tmp_path: Path) -> None:
+    """A job that asks for them is refused."""
+    gpu = MadePartition("gpu", cpus=128, gres="gpu:a100:4", kept=(16, 0))
+    put_site(commands, [gpu, MadePartition("cpu", memory_mb=100 * 1024, kept=(2, 10 * 1024))])
+    assert written(tmp_path).cpus_per_worker == 28
+    of_cpus = written(tmp_path, "--partition", "cpu")
+    assert (of_cpus.cpus_per_worker, of_cpus.memory_gb) == (30, 85.5)
 
 
 def test_a_worker_sees_only_one_part_of_a_gpu(commands: Path, tmp_path: Path) -> None:
@@ -169,6 +181,7 @@ made = st.builds(
     limit=st.sampled_from(["UNLIMITED", "1", "0:02:00", "12:00:00", "7-00:00:00"]),
     nodes_state=st.sampled_from(["idle", "mixed", "allocated", "drained", "down*", "idle~"]),
     fields=st.sampled_from(["", "QoS=N/A", "TRESBillingWeights=CPU=1.0,Mem=0.25G,GRES/gpu=2.0", "DefMemPerCPU=4000"]),
+    kept=st.tuples(st.just(0), st.integers(0, 400)),
 )
 
 

@@ -190,20 +190,46 @@ def minutes_of(text: str) -> int | None:
 
 def nodes_of(partition: str) -> tuple[Nodes, ...]:
     """Ask for a partition's nodes, in groups of nodes that are alike."""
-    text = ask("sinfo", "-h", "-e", "-p", partition, "-o", "%D|%c|%m|%G|%T|%f")
-    rows = (line.split("|") for line in text.splitlines())
-    return tuple(
-        Nodes(
-            count=count,
-            cpus=_leading_number(row[1]),
-            memory_mb=_leading_number(row[2]),
-            gres=row[3],
-            state=row[4],
-            features=row[5],
-        )
-        for row in rows
-        if len(row) == 6 and (count := count_in(row[0])) is not None
-    )
+    text = ask("sinfo", "-h", "-e", "-p", partition, "-o", "%D|%c|%m|%G|%T|%f|%N")
+    rows = [row for line in text.splitlines() if len(row := line.split("|")) == 7]
+    names = [_first_name(row[6]) for row in rows]
+    kept = _kept_from_jobs(names)
+    found = []
+    for row, name in zip(rows, names, strict=True):
+        cpus, memory_mb = kept.get(name, (0, 0))
+        if (count := count_in(row[0])) is not None:
+            group = Nodes(
+                count=count,
+                cpus=_leading_number(row[1]) - cpus,
+                memory_mb=_leading_number(row[2]) - memory_mb,
+                gres=row[3],
+                state=row[4],
+                features=row[5],
+            )
+            found.append(group)
+    return tuple(found)
+
+
+def _first_name(names: str) -> str:
+    """Return the first of the nodes in a list such as `gpu[01-20,25],fat1`."""
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", names).partition(",")[0]
+
+
+def _kept_from_jobs(names: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Return the CPUs and MiB of each node that are the system's (CoreSpecCount, MemSpecLimit)."""
+    wanted = ",".join(name for name in names if re.fullmatch(r"\w[\w.-]*", name))
+    try:
+        shown = ask("scontrol", "show", "node", "--oneliner", wanted) if wanted else ""
+    except LaunchError:
+        return {}
+    found = {}
+    for line in shown.splitlines():
+        fields = slurm.fields_of(line)
+        total = _leading_number(fields.get("CPUTot", ""))
+        effective = _leading_number(fields.get("CPUEfctv", "")) or total
+        memory_mb = _leading_number(fields.get("MemSpecLimit", ""))
+        found[fields.get("NodeName", "")] = (total - effective, memory_mb)
+    return found
 
 
 def _leading_number(text: str) -> int:
