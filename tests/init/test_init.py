@@ -100,6 +100,18 @@ def test_cores_and_memory_that_no_job_gets_are_left_out(commands: Path, tmp_path
     assert (of_cpus.cpus_per_worker, of_cpus.memory_gb) == (30, 85.5)
 
 
+def test_a_hidden_partition_is_found_by_its_name_alone(
+    commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_site(commands, [MadePartition("open"), MadePartition("lab7", nodes=90)])
+    script = commands / "scontrol"
+    hide = 'case "$*" in *--all*) ;; *partition*) /bin/sh "$0" "$@" --all | grep -v =lab7; exit ;; esac'
+    script.write_text(script.read_text().replace("#!/bin/sh\n", f"#!/bin/sh\n{hide}\n"))
+    assert written(tmp_path).partition == "open"
+    assert "lab7" not in capsys.readouterr().out
+    assert written(tmp_path, "--partition", "lab7").max_nodes == 90
+
+
 def test_a_worker_sees_only_one_part_of_a_gpu(commands: Path, tmp_path: Path) -> None:
     put_site(commands, [MadePartition("mig", gres="gpu:a100_1g.5gb:7")])
     cluster = written(tmp_path)

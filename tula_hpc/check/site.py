@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import getpass
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from tula_hpc.config import ClusterSpec
@@ -95,8 +95,9 @@ def ask_site(launcher: Launcher, nodes: int) -> Site:
         LaunchError: There is no Slurm here, or it does not answer.
     """
     config = ask_config()
-    partitions = ask_partitions()
-    chosen = next((each for each in partitions if _is_chosen(each, launcher.cluster)), None)
+    wanted = _partitions_of(launcher.cluster)
+    partitions = ask_partitions(wanted)
+    chosen = next((each for each in partitions if _is_chosen(each, wanted)), None)
     return Site(
         user=getpass.getuser(),
         partitions=tuple(each["PartitionName"] for each in partitions),
@@ -118,12 +119,13 @@ def ask_config() -> dict[str, str]:
     return config
 
 
-def ask_partitions() -> list[dict[str, str]]:
-    """Ask for the fields of every partition."""
-    shown = ask("scontrol", "show", "partition", "--oneliner")
-    partitions = [
-        slurm.fields_of(line) for line in shown.splitlines() if line.startswith("PartitionName=")
-    ]
+def ask_partitions(wanted: Collection[str] = ()) -> list[dict[str, str]]:
+    """Ask for the fields of every partition that is shown, and of those `wanted`, if hidden."""
+    partitions, shown = _shown_partitions()
+    hidden = set(wanted) - {each["PartitionName"] for each in partitions}
+    if hidden:
+        every, _ = _shown_partitions("--all")
+        partitions += [each for each in every if each["PartitionName"] in hidden]
     if not partitions:
         raise no_answer("scontrol show partition", shown)
     return partitions
@@ -135,11 +137,21 @@ def enforces_accounts(config: dict[str, str]) -> bool:
     return bool({"associations", "limits", "qos", "safe", "all"} & set(enforced))
 
 
-def _is_chosen(partition: dict[str, str], cluster: ClusterSpec) -> bool:
+def _shown_partitions(*options: str) -> tuple[list[dict[str, str]], str]:
+    shown = ask("scontrol", "show", "partition", *options, "--oneliner")
+    lines = (line for line in shown.splitlines() if line.startswith("PartitionName="))
+    return [slurm.fields_of(line) for line in lines], shown
+
+
+def _partitions_of(cluster: ClusterSpec) -> list[str]:
+    """Return the partitions that jobs may go to: sbatch takes several and uses any that is free."""
     wanted = cluster.partition or str(cluster.sbatch.get("partition", ""))
+    return wanted.split(",") if wanted else []
+
+
+def _is_chosen(partition: dict[str, str], wanted: Collection[str]) -> bool:
     if wanted:
-        # sbatch accepts several partitions, and Slurm uses whichever is free first
-        return partition.get("PartitionName") in wanted.split(",")
+        return partition["PartitionName"] in wanted
     return partition.get("Default") == "YES"
 
 

@@ -205,7 +205,7 @@ def _cluster(options: argparse.Namespace) -> _Cluster:
     survey: Survey | None = None
     if not has_script or any(map(shutil.which, SLURM_COMMANDS)):
         try:
-            survey = survey_cluster()
+            survey = survey_cluster(options.partition)
         except NotConfiguredError:
             if not has_script:
                 raise

@@ -87,8 +87,8 @@ def _merit(place: Place) -> tuple[int, int, bool, int]:
     return min(place.gpus, 1), nodes, place.is_default, 10**9 if minutes is None else minutes
 
 
-def survey_cluster() -> Survey:
-    """Ask Slurm about every partition; submit nothing.
+def survey_cluster(wanted: str | None = None) -> Survey:
+    """Ask Slurm about every partition that is shown, and a `wanted` one; submit nothing.
 
     Raises:
         LaunchError: There is no Slurm here, or it does not answer.
@@ -99,7 +99,7 @@ def survey_cluster() -> Survey:
     needs_account = enforces_accounts(config)
     places = [
         _place(fields, config, of_user, all_limits, needs_account=needs_account)
-        for fields in ask_partitions()
+        for fields in ask_partitions([wanted] if wanted else [])
     ]
     return Survey(
         cluster_name=config.get("ClusterName", "cluster"),
