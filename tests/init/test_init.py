@@ -112,6 +112,15 @@ def test_a_hidden_partition_is_found_by_its_name_alone(
     assert written(tmp_path, "--partition", "lab7").max_nodes == 90
 
 
+def test_a_partition_for_another_qos_is_not_recommended(
+    commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    condo = MadePartition("condo", gres="gpu:8", fields="AllowQos=condo")
+    put_site(commands, [MadePartition("cpu"), condo], accounts="ml||normal,long||\\n")
+    assert written(tmp_path).partition == "cpu"
+    assert "condo (4 nodes, 32 CPUs, 8 GPUs, at most 1440 min): it is for the QOS condo\n" in capsys.readouterr().out
+
+
 def test_a_worker_sees_only_one_part_of_a_gpu(commands: Path, tmp_path: Path) -> None:
     put_site(commands, [MadePartition("mig", gres="gpu:a100_1g.5gb:7")])
     cluster = written(tmp_path)
@@ -150,6 +159,7 @@ def test_accounts_on_other_clusters_of_the_site_do_not_count(commands: Path, tmp
         ((MadePartition("a", state="DOWN"), ""), "its state is DOWN"),
         ((MadePartition("a", nodes_state="drained"), ""), "its nodes are down or drained"),
         ((MadePartition("a", fields="AllowGroups=nobody-else"), ""), "it is for the groups nobody-else"),
+        ((MadePartition("a", fields="ReqResv=YES"), ""), "its jobs need a reservation"),
         (
             (MadePartition("a"), "AccountingStorageEnforce = associations\\n"),
             f"{getpass.getuser()} has no account there",

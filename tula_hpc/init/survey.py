@@ -5,7 +5,7 @@ from __future__ import annotations
 import getpass
 import grp
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tula_hpc.check.site import (
@@ -129,7 +129,7 @@ def _place(
         first = next(group for group in usable if (group.gres, group.cpus, group.memory_mb) == most)
         nodes = first.model_copy(update={"count": kinds[most]})
     accounts = [each for each in of_user if each.partition in ("", partition.name)]
-    allowed = _allowed(fields.get("AllowAccounts", ""), fields.get("DenyAccounts", ""), accounts)
+    allowed = _allowed(fields, accounts)
     account = allowed[0] if allowed else None
     qos = _qos_for(fields, account)
     limits = [all_limits[name] for name in (partition.qos, qos) if name in all_limits]
@@ -146,17 +146,23 @@ def _place(
         ),
         most_minutes=_least(partition.max_minutes, *(each.max_minutes for each in limits)),
         billing_weights=fields.get("TRESBillingWeights", "").replace("(null)", ""),
-        refused=_why_refused(
-            fields, partition, nodes, accounts, allowed, needs_account=needs_account
+        refused=next(
+            _obstacles(fields, partition, nodes, accounts, allowed, needs_account=needs_account), ""
         ),
     )
 
 
-def _allowed(only: str, denied: str, accounts: Sequence[Limits]) -> list[Limits]:
+def _allowed(fields: dict[str, str], accounts: Sequence[Limits]) -> list[Limits]:
+    """Return the accounts with which a partition may be used, by their names and their QOS."""
+    only = fields.get("AllowAccounts", "")
+    denied = fields.get("DenyAccounts", "").split(",")
+    any_qos = fields.get("AllowQos", "") in EVERYBODY
     found = []
     for each in accounts:
         is_listed = only in EVERYBODY or each.account in only.split(",")
-        if is_listed and each.account not in denied.split(","):
+        # accounting may list no QOS
+        has_qos = any_qos or not each.qos or _qos_for(fields, each) != ""
+        if is_listed and has_qos and each.account not in denied:
             found.append(each)
     return found
 
@@ -173,7 +179,7 @@ def _least(*limits: int | None) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _why_refused(
+def _obstacles(
     fields: dict[str, str],
     partition: Partition,
     nodes: Nodes | None,
@@ -181,19 +187,26 @@ def _why_refused(
     allowed: Sequence[Limits],
     *,
     needs_account: bool,
-) -> str:
+) -> Iterator[str]:
+    """Yield the reasons why the user cannot use a partition, the main one first."""
     if partition.state not in ("UP", ""):
-        return f"its state is {partition.state}"
+        yield f"its state is {partition.state}"
     if nodes is None:
-        return "its nodes are down or drained (sinfo -R says why), or kept for others"
+        yield "its nodes are down or drained (sinfo -R says why), or kept for others"
+    if fields.get("RootOnly") == "YES" and os.getuid() != 0:
+        yield "only root may submit to it"
+    if fields.get("ReqResv") == "YES":
+        yield "its jobs need a reservation"
     groups = fields.get("AllowGroups", "")
     if groups not in EVERYBODY and not _groups() & set(groups.split(",")):
-        return f"it is for the groups {groups}"
+        yield f"it is for the groups {groups}"
     if needs_account and not accounts:
-        return f"{getpass.getuser()} has no account there"
+        yield f"{getpass.getuser()} has no account there"
     if accounts and not allowed:
-        return f"it is for the accounts {fields.get('AllowAccounts')}"
-    return ""
+        keys = {"accounts": "AllowAccounts", "QOS": "AllowQos"}
+        only = {noun: fields.get(key, "") for noun, key in keys.items()}
+        named = [f"{noun} {names}" for noun, names in only.items() if names not in EVERYBODY]
+        yield f"it is for the {' and the '.join(named)}" if named else "it is not for your accounts"
 
 
 def _groups() -> set[str]:
