@@ -70,8 +70,11 @@ def node_resources(cluster: ClusterSpec) -> NodeResources:
     for name in weighted:
         if name not in tres:
             assumed.append(f"billing leaves out {name}: jobs ask for nothing of that name")
-    for name in _options(cluster):
+    for name, value in _options(cluster).items():
         start = _UNCOUNTED.get(name)
+        # all of a node's memory, which is counted
+        if (name, value) == ("mem", "0") and pricing.node_memory_gb is not None:
+            continue
         if start is not None and any(tres_name.startswith(start) for tres_name in weighted):
             assumed.append(f"billing leaves out what {name} in [sbatch] asks for")
     return NodeResources(tres, tuple(assumed))

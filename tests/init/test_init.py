@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fuzzing import fuzz
+from tula_hpc.analysis.costs.slurm_billing import billing_per_node, node_resources
 from tula_hpc.config import ClusterSpec, load_cluster
 from tula_hpc.init.__main__ import main
 
@@ -119,6 +120,19 @@ def test_a_partition_for_another_qos_is_not_recommended(
     put_site(commands, [MadePartition("cpu"), condo], accounts="ml||normal,long||\\n")
     assert written(tmp_path).partition == "cpu"
     assert "condo (4 nodes, 32 CPUs, 8 GPUs, at most 1440 min): it is for the QOS condo\n" in capsys.readouterr().out
+
+
+def test_a_whole_node_is_billed_as_the_site_does(commands: Path, tmp_path: Path) -> None:
+    weights = "TRESBillingWeights=CPU=1.0,Mem=0.25G,GRES/gpu=16.0"
+    node = MadePartition("gpu", cpus=32, memory_mb=128 * 1024, gres="gpu:4", fields=weights)
+    put_site(commands, [node], config="PriorityFlags           = CALCULATE_RUNNING,MAX_TRES\\n")
+    cluster = written(tmp_path)
+    resources = node_resources(cluster)
+    assert billing_per_node(cluster.pricing, resources.tres) == 4 * 16.0
+    assert resources.assumed == ()
+    put_site(commands, [node])
+    cluster = written(tmp_path)
+    assert billing_per_node(cluster.pricing, node_resources(cluster).tres) == 32 + 128 * 0.25 + 4 * 16.0
 
 
 def test_a_worker_sees_only_one_part_of_a_gpu(commands: Path, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def cluster_file(survey: Survey, place: Place) -> str:
         "": [*_identity(survey, place), *_shape(place), *_times(place)],
         "[sbatch]": [memory] if place.gpus else [],
         "[environment]": list(_environment(place)),
-        "[pricing]": list(_pricing(place)),
+        "[pricing]": list(_pricing(survey, place)),
     }
     return _text(
         f"# Cluster {survey.cluster_name}, partition {place.partition.name}, as Slurm described it.",
@@ -185,10 +185,19 @@ def _environment(place: Place) -> Iterator[KeyLine]:
         )
 
 
-def _pricing(place: Place) -> Iterator[KeyLine]:
-    if place.billing_weights:
+def _pricing(survey: Survey, place: Place) -> Iterator[KeyLine]:
+    nodes = place.nodes
+    if place.billing_weights and nodes is not None:
         yield KeyLine("basis", "tres", "billing units times hours, as the site accounts them")
         yield KeyLine("tres_weights", place.billing_weights, "TRESBillingWeights of the partition")
+        if survey.max_tres:
+            yield KeyLine("max_tres", True, "PriorityFlags of the site has MAX_TRES")
+        whole = "of a node, which exclusive jobs are billed for"
+        yield KeyLine("node_cpus", nodes.cpus, whole)
+        if place.gpus:
+            yield KeyLine("node_gpus", place.gpus, whole)
+            memory_gb = round(nodes.memory_mb / MIB_PER_GIB, 1)
+            yield KeyLine("node_memory_gb", memory_gb, "of a node, which mem = 0 asks for")
         return
     yield KeyLine("basis", "node-hour", "the site has no billing weights")
     yield KeyLine(

@@ -74,6 +74,8 @@ class Survey(NamedTuple):
     places: tuple[Place, ...]
     needs_account: bool
     requeues: bool
+    # whether a job is billed for the largest of its weighted TRES
+    max_tres: bool
 
     def best(self) -> Place | None:
         """Return the partition to begin with: one with GPUs, then most nodes, then the default."""
@@ -106,6 +108,7 @@ def survey_cluster(wanted: str | None = None) -> Survey:
         places=tuple(places),
         needs_account=needs_account,
         requeues=config.get("JobRequeue", "1") != "0",
+        max_tres="MAX_TRES" in config.get("PriorityFlags", "").split(","),
     )
 
 

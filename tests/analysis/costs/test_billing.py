@@ -106,6 +106,9 @@ def test_exclusive_jobs_are_billed_for_all_cores_and_gpus_but_the_memory_they_as
     assert billing(spec) == pytest.approx(64 + 32 * 0.25 + 4 * 2.0)
     assert node_resources(spec).assumed == ()
     assert billing(cluster(whole, gres="gpu:2")) == pytest.approx(64 + 256 * 0.25 + 4 * 2.0)
+    all_memory = cluster(whole, gres="gpu:2", sbatch={"mem": 0})
+    assert billing(all_memory) == pytest.approx(64 + 256 * 0.25 + 4 * 2.0)
+    assert node_resources(all_memory).assumed == ()
 
 
 def test_unknown_resources_of_the_node_are_assumed_and_named() -> None:
