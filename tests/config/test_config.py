@@ -392,6 +392,8 @@ def test_a_controller_asks_for_nothing_that_workers_need() -> None:
         "tres_per_task": "gres/gpu:1",
         "mem-per-gpu": "8G",
         "exclusive": True,
+        "tmp": "500G",
+        "cores_per_socket": 32,
     }
     anyway = {"reservation": "mlperf", "comment": "x", "nice": 10}
     srun_args = ["-K1", "--gres=gpu:4", "--gpu-bind=closest", "--mpi=pmix"]

@@ -246,8 +246,8 @@ def _has_prefix(option: str, name: str) -> bool:
 
 # sbatch options that request what a node's workers need; controller jobs leave them out
 _OF_WORKERS = frozenset({
-    "constraint", "cpus-per-task", "exclusive", "gres", "licenses", "mincpus", "sockets-per-node",
-    "tres-bind", "tres-per-task",
+    "constraint", "core-spec", "cores-per-socket", "cpus-per-task", "exclusive", "gres", "licenses",
+    "mincpus", "sockets-per-node", "threads-per-core", "tmp", "tres-bind", "tres-per-task",
 })  # fmt: skip
 
 
