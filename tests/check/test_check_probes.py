@@ -140,6 +140,12 @@ def test_ranks_that_see_one_and_the_same_gpu_report_one_uuid(
     assert {(device.free_bytes, device.total_bytes) for device in devices} == {(2**34, 2**35)}
 
 
+def test_a_node_has_the_name_by_which_slurm_can_leave_it_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    monkeypatch.setenv("SLURMD_NODENAME", "gpu07")
+    assert Reporter(tmp_path / "rank-0.json", place(0)).report.hostname == "gpu07"
+
+
 def test_the_report_on_disk_says_what_a_worker_was_doing_when_it_died(tmp_path: Path) -> None:
     cluster = ClusterSpec()
     job = CheckJob(cluster, WorkloadSpec(), 1, tmp_path)

@@ -46,6 +46,7 @@ from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.env import (
     WorkerEnvironment,
     failed_setup,
+    node_name,
     slurm_job_id,
     socket_interface,
     visible_gpus,
@@ -121,7 +122,8 @@ class Reporter:
             node_rank=place.node_rank,
             local_rank=place.local_rank,
             world_size=place.world_size,
-            hostname=os.uname().nodename,
+            # the name that [sbatch] exclude takes
+            hostname=node_name(),
             visible_gpus=visible_gpus(),
         )
 
