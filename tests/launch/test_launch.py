@@ -314,6 +314,13 @@ def test_gpus_that_slurm_does_not_manage_are_not_asked_for(tmp_path: Path) -> No
     assert "--gres" not in there.script(stage="train", nodes=1, minutes=1, tasks=1)
 
 
+def test_jobs_are_sent_the_signal_that_they_handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """submitit reads another one from SUBMITIT_PREEMPT_SIGNAL when it is imported; no job sees that variable."""
+    monkeypatch.setattr(submitit_slurm.SlurmJobEnvironment, "USR_SIG", "USR1")
+    script = launcher(tmp_path, executor="slurm").script(stage="train", nodes=1, minutes=9, tasks=1)
+    assert "#SBATCH --signal=USR2@90\n" in script
+
+
 def device_failed(run: RunDirectory, host: str, ago_s: float = 0.0) -> None:
     where = {"failure": Failure.DEVICE_FAILED, "detail": "an ECC error", "data": {"hosts": [host]}}
     append_record(run.events_file, Event(time=time.time() - ago_s, event="failed", stage="train", **where))

@@ -236,7 +236,6 @@ class SlurmJobs:
             "cpus_per_task": cluster.cpus_per_worker,
             "time": request.minutes,
             "array_parallelism": cluster.array_parallelism,
-            "signal_delay_s": cluster.signal_delay_s,
             # since Slurm 22.05 srun does not inherit --cpus-per-task from sbatch
             "srun_args": [f"--cpus-per-task={cluster.cpus_per_worker}", *cluster.srun_args],
             "setup": [
@@ -259,7 +258,8 @@ class SlurmJobs:
         return parameters
 
     def _options(self, request: Request) -> dict[str, str | int | bool]:
-        options: dict[str, str | int | bool] = {}
+        # what jobs handle, even if SUBMITIT_PREEMPT_SIGNAL has submitit ask for another signal
+        options: dict[str, str | int | bool] = {"signal": f"USR2@{self.cluster.signal_delay_s}"}
         if self.cluster.sbatch.keys().isdisjoint({"no-requeue", "no_requeue"}):
             # without it a preempted job is lost if the site's default is JobRequeue=0
             options["requeue"] = True
