@@ -346,6 +346,11 @@ def outside_of_job(given: Collection[str] = ()) -> Iterator[None]:
         os.environ.update(hidden)
 
 
+def users_default(option: str) -> str:
+    """Return the value of one of `USERS_DEFAULTS`, which jobs are submitted with; "" if not set."""
+    return os.environ.get(f"SBATCH_{option.upper()}", "")
+
+
 def gpus_as_here() -> str:
     """Return a shell line that gives a job on this machine the GPUs of this process.
 

@@ -444,6 +444,11 @@ def test_what_slurm_prints_becomes_facts(monkeypatch: pytest.MonkeyPatch, tmp_pa
     site = ask_site(Launcher(default, RunDirectory(tmp_path), "tula-check"), 2)
     assert site.partition is not None
     assert (site.partition.name, site.partition.default_memory_mb_per_cpu) == ("cpu", 1500)
+    # the user's own default, with which jobs are submitted
+    monkeypatch.setenv("SBATCH_PARTITION", "gpu")
+    site = ask_site(Launcher(default, RunDirectory(tmp_path), "tula-check"), 2)
+    assert site.partition is not None
+    assert site.partition.name == "gpu"
 
 
 def test_a_partitions_default_of_memory_for_a_node_replaces_the_clusters_for_a_core() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from tula_hpc.config import ClusterSpec
+from tula_hpc.env import users_default
 from tula_hpc.errors import LaunchError, RefusedError
 from tula_hpc.launch import slurm
 from tula_hpc.launch.bounded_command import count_in, no_answer
@@ -95,7 +96,7 @@ def ask_site(launcher: Launcher, nodes: int) -> Site:
         LaunchError: There is no Slurm here, or it does not answer.
     """
     config = ask_config()
-    wanted = _partitions_of(launcher.cluster)
+    wanted = partitions_of(launcher.cluster)
     partitions = ask_partitions(wanted)
     chosen = next((each for each in partitions if _is_chosen(each, wanted)), None)
     return Site(
@@ -143,9 +144,10 @@ def _shown_partitions(*options: str) -> tuple[list[dict[str, str]], str]:
     return [slurm.fields_of(line) for line in lines], shown
 
 
-def _partitions_of(cluster: ClusterSpec) -> list[str]:
+def partitions_of(cluster: ClusterSpec) -> list[str]:
     """Return the partitions that jobs may go to: sbatch takes several and uses any that is free."""
-    wanted = cluster.partition or str(cluster.sbatch.get("partition", ""))
+    own = str(cluster.sbatch.get("partition", "")) or users_default("partition")
+    wanted = cluster.partition or own
     return wanted.split(",") if wanted else []
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
 
-from tula_hpc.check.site import Limits, Nodes, Site
+from tula_hpc.check.site import Limits, Nodes, Site, partitions_of
 from tula_hpc.config import ClusterSpec, hidden_peers
 from tula_hpc.config.gpus import NO_GRES
 from tula_hpc.containers import Folders, describe
@@ -104,7 +104,7 @@ def judge_container(cluster: ClusterSpec, folders: Folders, run: Path) -> list[V
 def judge_site(cluster: ClusterSpec, site: Site) -> list[Verdict]:
     """Judge what Slurm says about the place where jobs are to run."""
     if site.partition is None:
-        wanted = cluster.partition or str(cluster.sbatch.get("partition", ""))
+        wanted = ",".join(partitions_of(cluster))
         there = ", ".join(site.partitions) or "none that you may see"
         lacking = f"there is no partition {wanted}" if wanted else "no partition is the default"
         return [failed(Topic.PARTITION, lacking, f"set partition to one of: {there}")]

@@ -15,6 +15,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from tula_hpc.config import ClusterSpec, cluster_sizes, study_part
+from tula_hpc.env import users_default
 from tula_hpc.errors import LaunchError, NotConfiguredError, RefusedError, SubmitLimitError
 from tula_hpc.formatting import plural
 from tula_hpc.launch import slurm
@@ -229,7 +230,7 @@ def _mistake(
     partitions: Mapping[str, Mapping[str, str]],
     kinds: Sequence[tuple[str, str, str]],
 ) -> tuple[str, str] | None:
-    wanted = part.partition or str(part.sbatch.get("partition", ""))
+    wanted = part.partition or str(part.sbatch.get("partition", "")) or users_default("partition")
     # sbatch accepts several partitions, and uses the first that is free
     names = wanted.split(",") if wanted else []
     if missing := [name for name in names if name not in partitions]:
