@@ -135,6 +135,20 @@ def test_a_whole_node_is_billed_as_the_site_does(commands: Path, tmp_path: Path)
     assert billing_per_node(cluster.pricing, node_resources(cluster).tres) == 32 + 128 * 0.25 + 4 * 16.0
 
 
+def test_the_users_own_choice_of_an_account_goes_before_the_first(
+    commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_site(commands, [MadePartition("a")], accounts="bio||normal||\\nml||normal||\\n")
+    assert written(tmp_path).account == "bio"
+    script = commands / "sacctmgr"
+    default = 'case "$*" in *withassoc*clusters=made*) echo ml; exit ;; esac'
+    script.write_text(script.read_text().replace("#!/bin/sh\n", f"#!/bin/sh\n{default}\n"))
+    assert written(tmp_path).account == "ml"
+    # some sites' plugins take names that accounting does not list
+    monkeypatch.setenv("SBATCH_ACCOUNT", "def-ada")
+    assert written(tmp_path).account == "def-ada"
+
+
 def test_a_worker_sees_only_one_part_of_a_gpu(commands: Path, tmp_path: Path) -> None:
     put_site(commands, [MadePartition("mig", gres="gpu:a100_1g.5gb:7")])
     cluster = written(tmp_path)

@@ -281,6 +281,13 @@ def associations(config: dict[str, str]) -> tuple[Limits, ...]:
     )
 
 
+def default_account(config: dict[str, str]) -> str:
+    """Ask accounting for the account of jobs that name none; "" if that is not known."""
+    where = [getpass.getuser(), "withassoc", f"clusters={config.get('ClusterName', '')}"]
+    rows = _accounting("show", "user", *where, "format=DefaultAccount")
+    return rows[0][0] if rows else ""
+
+
 def _nodes_in(tres: str) -> int | None:
     return next((count_in(item[5:]) for item in tres.split(",") if item.startswith("node=")), None)
 

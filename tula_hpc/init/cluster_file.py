@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from tula_hpc.config import ClusterSpec, WorkloadSpec
-from tula_hpc.env import loaded_modules
+from tula_hpc.env import loaded_modules, users_default
 from tula_hpc.formatting import plural
 
 if TYPE_CHECKING:
@@ -104,7 +104,10 @@ def _identity(survey: Survey, place: Place) -> Iterator[KeyLine]:
     kind = "the default partition" if place.is_default else "not the default partition"
     yield KeyLine("partition", place.partition.name, kind)
     if place.account:
-        yield KeyLine("account", place.account, "the first of your accounts that may use it")
+        whose = "your default account, or the first of yours that may use it"
+        if place.account == users_default("account"):
+            whose = "SBATCH_ACCOUNT of your shell"
+        yield KeyLine("account", place.account, whose)
     elif survey.needs_account:
         yield KeyLine("account", "", UNKNOWN, asked=True)
     if place.qos:

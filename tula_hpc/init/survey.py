@@ -16,11 +16,13 @@ from tula_hpc.check.site import (
     ask_config,
     ask_partitions,
     associations,
+    default_account,
     enforces_accounts,
     nodes_of,
     partition_of,
 )
 from tula_hpc.config.gpus import requested_gres
+from tula_hpc.env import users_default
 
 EVERYBODY = ("", "ALL", "(null)")
 
@@ -96,7 +98,8 @@ def survey_cluster(wanted: str | None = None) -> Survey:
         LaunchError: There is no Slurm here, or it does not answer.
     """
     config = ask_config()
-    of_user = associations(config)
+    preferred = users_default("account") or default_account(config)
+    of_user = sorted(associations(config), key=lambda each: each.account != preferred)
     all_limits = {each.name: each for each in all_qos()}
     needs_account = enforces_accounts(config)
     places = [
@@ -142,7 +145,7 @@ def _place(
         is_default=fields.get("Default") == "YES",
         nodes=nodes,
         others=max(0, len(kinds) - 1),
-        account=account.account if account else "",
+        account=users_default("account") or (account.account if account else ""),
         qos=qos,
         most_nodes=_least(
             nodes.count if nodes else 0, partition.max_nodes, *(each.max_nodes for each in limits)
