@@ -93,13 +93,14 @@ def test_a_controller_that_is_paused_during_sbatch_gets_exactly_one_job(
     assert [event.job_id for event in launcher.run.events()] == [jobs[0].job_id]
 
 
-def test_larger_arrays_are_submitted_in_pieces_that_run_one_after_another(
-    slurm_cluster: MiniCluster, tmp_path: Path, notes: Path
+@pytest.mark.parametrize(("largest", "pieces"), [(4, [2, 4]), (0, [1] * 6)])
+def test_larger_arrays_are_submitted_in_pieces_of_which_no_more_jobs_run_together(
+    slurm_cluster: MiniCluster, tmp_path: Path, notes: Path, largest: int, pieces: list[int]
 ) -> None:
     launcher = launcher_at(tmp_path, "array_parallelism=3")
-    with slurm_cluster.changed(max_array_size=4):
+    with slurm_cluster.changed(max_array_size=largest):
         jobs = launcher.submit([says(i, notes, 1.0) for i in range(6)], stage="profile", nodes=1, minutes=2)
-        assert sorted(Counter(job.array_id for job in jobs).values()) == [2, 4]
+        assert sorted(Counter(job.array_id for job in jobs).values()) == pieces
         launcher.wait(jobs)
     assert runs(notes) == dict.fromkeys(range(6), 1)
     spans = [tuple(map(float, path.read_text().split())) for path in notes.glob("*.txt")]

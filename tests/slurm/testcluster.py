@@ -89,6 +89,7 @@ class MiniCluster:
     accounting: bool = True
     # preemption sends the signal of the job's --signal option instead of TERM
     user_signal: bool = False
+    # 0: no arrays
     max_array_size: int = 1001
     # seconds between a preempted job's TERM and its KILL
     grace_s: int = 10
@@ -106,7 +107,7 @@ class MiniCluster:
         check(self.rate_mbit >= 1, f"rate_mbit: expected at least 1, got {self.rate_mbit}")
         check(1 <= self.cpu_percent <= 200, f"cpu_percent: expected 1 to 200 (2 CPUs), got {self.cpu_percent}")
         check(self.node_memory_mb >= 100, f"node_memory_mb: expected at least 100, got {self.node_memory_mb}")
-        check(self.max_array_size >= 2, f"max_array_size: expected at least 2, got {self.max_array_size}")
+        check(self.max_array_size >= 0, f"max_array_size: expected at least 0, got {self.max_array_size}")
         check(self.grace_s >= 0, f"grace_s: expected at least 0, got {self.grace_s}")
         check(1 <= self.cpus <= 1000, f"cpus: expected 1 to 1000, got {self.cpus}")
         check(1 <= self.gpus <= 64, f"gpus: expected 1 to 64, got {self.gpus}")
