@@ -29,6 +29,7 @@ from tula_hpc.attach.reporting import ChildSpec, ProcessMessage, failed_by, unex
 from tula_hpc.attach.script import Script
 from tula_hpc.attach.train.peers import lacking_in
 from tula_hpc.checkpoint.store import CheckpointStore
+from tula_hpc.config import TrainingSpec
 from tula_hpc.errors import CheckpointError, InputError, TulaError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.process_memory import descendants
@@ -345,7 +346,7 @@ def test_a_profile_refuses_to_keep_what_has_no_state() -> None:
 def test_a_method_that_needs_the_communication_hook_is_refused_by_a_profile_where_the_script_has_its_own(
     tmp_path: Path,
 ) -> None:
-    outcome = worst(profiled(MISBEHAVING, ("has a hook", str(BATCH)), tmp_path, 2, hooked_by="ags"))
+    outcome = worst(profiled(MISBEHAVING, ("has a hook", str(BATCH)), tmp_path, 2, training=TrainingSpec(method="ags")))
     assert outcome.message.detail.startswith('training.method: "ags" needs the communication hook')
 
 

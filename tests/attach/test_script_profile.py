@@ -22,6 +22,7 @@ from tula_hpc.attach.processes import ProcessEnd
 from tula_hpc.attach.reporting import ChildSpec
 from tula_hpc.attach.script import Script, batch_share, typical_batch
 from tula_hpc.attach.train.first_pass import rehearse_first_pass
+from tula_hpc.config import TrainingSpec
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.profiling.timing import halves_of
 from tula_hpc.records import Configuration, Measurement
@@ -325,6 +326,19 @@ def test_data_that_are_made_for_all_steps_say_nothing_of_an_epoch(tmp_path: Path
     arguments = ("shares no data", "4", "--train-iters", str(steps))
     (outcome,) = profiled(SCRIPTS / "misbehaving.py", arguments, tmp_path, counts_steps=True)
     assert (measurement_of(outcome).epoch_samples, outcome.message.result["samples"]) == (samples, samples)
+
+
+def test_a_script_whose_updates_are_scaled_is_measured_with_the_copy_of_its_parameters(tmp_path: Path) -> None:
+    arguments = ("--batch-size", "4", "--width", "100000", "--epochs", "1000")
+    uses = []
+    for apply in ("gradient", "update"):
+        training = TrainingSpec(method="static", apply=apply)
+        (outcome,) = profiled(SCRIPTS / "plain.py", arguments, tmp_path / apply, training=training)
+        uses.append(measurement_of(outcome).memory)
+    without, with_copy = uses
+    assert without is not None
+    assert with_copy is not None
+    assert with_copy.peak_bytes - without.peak_bytes > 0.5 * without.parameter_bytes
 
 
 def test_loader_processes_are_seen(tmp_path: Path) -> None:

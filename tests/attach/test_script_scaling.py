@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 from tests.forked import start_workers
 from tula_hpc.attach.hooks.passes import Listener
 from tula_hpc.attach.hooks.step_hooks import Hooks
-from tula_hpc.attach.train.script_scaling import ScriptScaling
+from tula_hpc.attach.train.script_scaling import ScriptScaling, copies_parameters
 from tula_hpc.batches import tensors_of
-from tula_hpc.config import SweepSpec
+from tula_hpc.config import SweepSpec, TrainingSpec
 from tula_hpc.ddp.methods import ReferenceBatch, scaling_options
 from tula_hpc.errors import InputError
 from tula_hpc.gradients.small_batch_norms import LocalNorms
@@ -290,6 +290,26 @@ def test_a_model_that_is_wrapped_for_a_single_worker_trains_as_one_that_is_not(t
         ends.append(torch.load(tmp_path / name / "0.pt", weights_only=True))
     for one, other in zip(*ends, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "workers", "copies"),
+    [
+        ("ags", SGD, 2, False),
+        ("ags", AdamW, 2, True),
+        ("adascale", SGD, 2, True),
+        # a single worker has no gradients of smaller batches, so that nothing is scaled
+        ("ags", AdamW, 1, False),
+        ("static", AdamW, 1, True),
+        ("static", SGD, 1, False),
+        ("lbt", AdamW, 2, False),
+    ],
+)
+def test_parameters_are_copied_where_the_update_is_scaled(
+    method: Any, kind: Callable[..., Optimizer], workers: int, *, copies: bool
+) -> None:
+    optimizer = kind(nn.Linear(2, 2).parameters(), lr=0.1)
+    assert copies_parameters(TrainingSpec(method=method), workers, optimizer) is copies
 
 
 def test_before_the_first_step_of_a_start_the_state_is_that_of_the_last_one() -> None:

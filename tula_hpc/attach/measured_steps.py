@@ -12,7 +12,7 @@ import contextlib
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -35,10 +35,13 @@ from tula_hpc.attach.hooks.step_times import LongGaps, Pause
 from tula_hpc.attach.reporting import ChildSpec, Mode
 from tula_hpc.attach.script import ParsedOptions, steps_asked
 from tula_hpc.attach.train.peers import ScriptPeers, lacking_in
+from tula_hpc.attach.train.script_scaling import copies_parameters
 from tula_hpc.batches import LoaderPass, length_of
+from tula_hpc.config import TrainingSpec
 from tula_hpc.ddp.process_group import PROFILE_COLLECTIVE_TIMEOUT
 from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import InputError
+from tula_hpc.optim.scaled_step import copies
 from tula_hpc.profiling.meters import ProcessorSeconds, processor_seconds
 from tula_hpc.profiling.timing import LoaderWaits
 from tula_hpc.records import Configuration
@@ -55,6 +58,8 @@ class MeasuredSteps(Mode):
 
     configuration: Configuration
     options: ParsedOptions
+    # of the training that is planned
+    training: TrainingSpec
 
     def __init__(self, spec: ChildSpec, env: WorkerEnvironment, device: str) -> None:
         super().__init__(spec)
@@ -94,6 +99,8 @@ class MeasuredSteps(Mode):
         self._backward_before = 0
         # groups whose learning rates are 0 now, each with its own rate
         self._rates: list[tuple[dict[str, Any], Any]] = []
+        # copies of the parameters during an update that training would scale
+        self._copies: Mapping[Tensor, Tensor] = {}
         self._updating_since = 0.0
         # seconds of the steps of partners since the last step
         self._partners_s = 0.0
@@ -180,6 +187,9 @@ class MeasuredSteps(Mode):
         if self.optimizer_s is not None:
             self.synchronize_device()
             self._updating_since = time.perf_counter()
+        if copies_parameters(self.training, self.env.world_size, optimizer):
+            with torch.no_grad():
+                self._copies = copies([p for p in parameters_of(optimizer) if p.grad is not None])
         # they are still 0 after a step that failed before its end
         if self._rates:
             return
@@ -195,6 +205,7 @@ class MeasuredSteps(Mode):
         if self.optimizer_s is not None:
             self.synchronize_device()
             seconds = time.perf_counter() - self._updating_since
+        self._copies = {}
         for group, rate in self._rates:
             group["lr"] = rate
         self._rates.clear()

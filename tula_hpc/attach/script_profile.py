@@ -55,7 +55,7 @@ from tula_hpc.attach.script import (
 )
 from tula_hpc.attach.script_course import OPTIMIZER_STEPS, ScriptCourse
 from tula_hpc.batches import ENDLESS, LoaderPass, bytes_of
-from tula_hpc.config import ClusterSpec, SearchSpec
+from tula_hpc.config import ClusterSpec, SearchSpec, TrainingSpec
 from tula_hpc.ddp.stop_signals import Suspensions
 from tula_hpc.env import WorkerEnvironment, unix_time
 from tula_hpc.errors import InputError
@@ -89,8 +89,8 @@ class Settings(Record):
     counts_steps: bool = False
     # optimizer steps of the training that is planned; 0: unknown
     training_steps: float = 0.0
-    # the method that needs DistributedDataParallel's communication hook; "": none
-    hooked_by: str = ""
+    # table of the training that is planned
+    training: TrainingSpec = TrainingSpec(method="lbt")
     # digests of the script's own files
     sources: dict[str, str] = Field(default={})
     # seconds of the bare all-reduce among this number of workers; None: not measured yet
@@ -106,6 +106,7 @@ class ScriptProfile(MeasuredSteps):
         settings = Settings.model_validate(spec.settings)
         super().__init__(spec, settings.place, settings.cluster.device)
         self.settings, self.configuration = settings, settings.configuration
+        self.training = settings.training
         self.suspensions = Suspensions()
         self.course = ScriptCourse(self)
         self.power: PowerMeter
@@ -245,10 +246,10 @@ class ScriptProfile(MeasuredSteps):
         if self.spec.mode == "look":
             note_parsed(self.options)
         self.meet()
-        if self.settings.hooked_by and getattr(self.hooks.model, "_comm_hooks", None):
-            raise own_hook(self.settings.hooked_by)
-        if self.settings.hooked_by and self.env.world_size > 1:
-            require_averaged(self.settings.hooked_by, *self.found)
+        if self.training.adapts and getattr(self.hooks.model, "_comm_hooks", None):
+            raise own_hook(self.training.method)
+        if self.training.adapts and self.env.world_size > 1:
+            require_averaged(self.training.method, *self.found)
         self.course.note_first_step()
         yield from warm_up(self, self.settings.search.warmup_steps, self.course.left_out_s)
         yield from self.await_passes(self.settings.accumulation or 1)

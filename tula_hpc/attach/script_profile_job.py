@@ -208,7 +208,7 @@ class Session:
             counts_epochs=any("{epochs}" in text for text in work.arguments),
             counts_steps=counts_steps(job.sweep),
             training_steps=work.epochs * (work.samples or 0) / self.configuration.global_batch,
-            hooked_by=job.sweep.training.method if job.sweep.training.adapts else "",
+            training=job.sweep.training,
             sources=self.sources,
             allreduce_s=self.allreduce_s.get(self.configuration.world_size),
             job_began_at=job_started_at() + self.again_s if self.measured == 0 else None,

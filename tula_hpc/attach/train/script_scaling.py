@@ -23,7 +23,7 @@ from torch.optim import SGD, Optimizer
 
 from tula_hpc.attach.hooks.find_model import parameters_of, size_of, trained_in
 from tula_hpc.attach.reporting import own_hook, require_averaged
-from tula_hpc.config import SweepSpec
+from tula_hpc.config import SweepSpec, TrainingSpec
 from tula_hpc.ddp.methods import ReferenceBatch, scaling_options
 from tula_hpc.errors import DivergedError, InputError
 from tula_hpc.formatting import plural
@@ -120,7 +120,7 @@ class ScriptScaling:
     def partner_ready(self, partner: Optimizer) -> None:
         """Do the part of the scaling that comes before the step of a partner."""
         if self.scaling is not None:
-            apply = self._applies_to(partner)
+            apply = applies_to(self.sweep.training, partner)
             # a single worker's model may be known only from a later step on, too late for a resume
             joins = self.configuration.world_size > 1
             self.scaling.before_partner(partner, apply, joins=joins)
@@ -132,9 +132,9 @@ class ScriptScaling:
 
     def _around(self, optimizer: Optimizer, model: nn.Module) -> JointScaling:
         sizes = self.sweep, self.configuration, self.samples
-        applies_to = self._applies_to(optimizer)
-        self._reference = ReferenceBatch(*sizes, applies_to)
-        options = scaling_options(*sizes) | {"apply": applies_to}
+        apply = applies_to(self.sweep.training, optimizer)
+        self._reference = ReferenceBatch(*sizes, apply)
+        options = scaling_options(*sizes) | {"apply": apply}
         scaling = JointScaling(optimizer, **options)
         if self.norms is not None:
             require_averaged(self.sweep.training.method, model, optimizer)
@@ -145,16 +145,6 @@ class ScriptScaling:
             scaling.load_own_state(self._loaded)
             self._loaded = None
         return scaling
-
-    def _applies_to(self, optimizer: Optimizer) -> Apply:
-        training = self.sweep.training
-        if training.method == "adascale":
-            return "update"
-        is_left_out = training.apply is None and training.preset == "default"
-        if is_left_out and not isinstance(optimizer, SGD):
-            # it divides by the gradient's size, where a factor of the gradient cancels out
-            return "update"
-        return self.sweep.scale_applies_to
 
     def _observe(
         self, norms: LocalNorms, scaling: JointScaling, passes: int, epochs_seen: float
@@ -193,6 +183,21 @@ class ScriptScaling:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a `state_dict`, at the first step."""
         self._loaded = state or None
+
+
+def applies_to(training: TrainingSpec, optimizer: Optimizer) -> Apply:
+    """Return what a method that scales multiplies by its factors at the steps of an optimizer."""
+    is_left_out = training.apply is None and training.preset == "default"
+    # others divide by the size of the gradient, of which a factor cancels out
+    cancels = is_left_out and not isinstance(optimizer, SGD)
+    return "update" if cancels or training.method == "adascale" else training.ags.apply
+
+
+def copies_parameters(training: TrainingSpec, workers: int, optimizer: Optimizer) -> bool:
+    """Tell whether a training copies parameters before a step, to scale the update after it."""
+    # a single worker has no gradients of smaller batches to adapt to
+    has_factors = training.method == "static" or (training.adapts and workers > 1)
+    return has_factors and applies_to(training, optimizer) == "update"
 
 
 def _places_of(scaling: JointScaling, model: nn.Module) -> list[int]:
