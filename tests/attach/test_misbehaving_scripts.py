@@ -58,7 +58,7 @@ def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, scri
         ("finds no data", Failure.BAD_INPUT, "; looked for from /"),
         ("saves to a full disk", Failure.NO_SPACE, "torch.save could not write all of it; make space on the disk"),
         ("ends at once", Failure.BAD_INPUT, "misbehaving.py ended before its first optimizer step; expected optimi"),
-        ("trains no module", Failure.BAD_INPUT, "ended: Adam took steps, but no torch.nn.Module has its parameters; "),
+        ("trains no module", Failure.BAD_INPUT, "y trains by Adam only parameters that no torch.nn.Module has; have a"),
         (
             "only prints its error",
             Failure.BAD_INPUT,

@@ -165,7 +165,8 @@ class ScriptProfile(MeasuredSteps):
             shorter["identity"] = self._identity().model_dump(mode="json")
         remedy = ""
         if steps == 0 and self.not_counted:
-            when = self._uncounted()
+            only = ", ".join(self._others())
+            when = f": no optimizer of the model that counts took a step, only {only}"
         elif steps == 0:
             when = " before its first optimizer step"
             remedy = (
@@ -187,16 +188,6 @@ class ScriptProfile(MeasuredSteps):
             remedy="" if code else remedy,
             result=shorter,
         )
-
-    def _uncounted(self) -> str:
-        """Return why none of the steps that were taken counts."""
-        only = ", ".join(self._others())
-        if self.spec.counted_model is None and not any(map(model_of, self.hooks.others)):
-            return (
-                f": {only} took steps, but no torch.nn.Module has its parameters; have a module "
-                "hold them, and call it"
-            )
-        return f": no optimizer of the model that counts took a step, only {only}"
 
     @property
     def _apart_steps(self) -> int:

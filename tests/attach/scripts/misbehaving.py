@@ -261,7 +261,7 @@ def trains_no_module() -> None:
     """Train parameters that no module holds, such as the points of a 3-D scene."""
     points = nn.Parameter(torch.randn(BATCH, 8))
     optimizer = torch.optim.Adam([points])
-    for _ in range(5):
+    while True:
         torch.autograd.backward(points.square().mean())
         optimizer.step()
 

@@ -125,6 +125,18 @@ def trained_parameters() -> set[Tensor]:
     return {p for optimizer in objects_of(Optimizer) for p in parameters_of(optimizer)}
 
 
+def why_unheld(optimizer: Optimizer) -> str:
+    """Return why the steps of an optimizer are not counted; "" if any module is trained."""
+    trained = trained_parameters()
+    if not all(trained.isdisjoint(module.parameters()) for module in objects_of(nn.Module)):
+        return ""
+    return (
+        f"trains by {type(optimizer).__name__} only parameters that no torch.nn.Module has; have a "
+        "module hold them, and call it; if a model is trained later, name it by "
+        "workload.counted_model"
+    )
+
+
 def trained_in(model: nn.Module) -> list[Tensor]:
     """Return the trained parameters of a model, without those of a teacher inside it."""
     able: list[Tensor] = [p for p in model.parameters() if p.requires_grad]

@@ -42,6 +42,7 @@ from tula_hpc.attach.hooks.find_model import (
     size_of,
     trained_parameters,
     watch_freezing,
+    why_unheld,
 )
 from tula_hpc.attach.hooks.partners import Partners
 from tula_hpc.attach.hooks.passes import BackwardPasses, Forwards, Listener, Source, Sources
@@ -438,10 +439,12 @@ class Hooks:
             self._leave_untrained(self.model)
         if not isinstance(self.model, DistributedDataParallel):
             found = self._modules_of(owned)
+            if not found and self.counted is None and (why := why_unheld(optimizer)):
+                self.listener.refuse(why)
             if not found or self._awaits_larger(found[0], owned):
                 return
             if self.model is not None and size_of(found[0]) <= size_of(self.model):
-                self._await_whole(owned)
+                self._await_whole(owned.union(self.model.parameters()))
                 return
             self._watch_one_of(found)
             self._use_first()
@@ -480,14 +483,11 @@ class Hooks:
                 return True
         return False
 
-    def _await_whole(self, others: set[Tensor]) -> None:
-        """Watch the module that holds these parameters and the model's, once the module is called.
+    def _await_whole(self, owned: set[Tensor]) -> None:
+        """Watch the module that holds these parameters, the model's among them, once it is called.
 
         Two optimizers may share one model. A module that only groups two models is never called.
         """
-        owned = set(others)
-        if self.model is not None:
-            owned.update(self.model.parameters())
         whole = self._modules_of(owned, parts=False)
 
         def begin(model: nn.Module, *_: Any) -> None:
