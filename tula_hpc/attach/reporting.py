@@ -49,6 +49,8 @@ from tula_hpc.user_code import describe_error, lacks_gpu
 EVERY_WORKER = "call each collective on every worker, none of them within `if rank == 0`"
 # gloo's message when it aborts the process
 _MISMATCH = re.compile(r"(\d+) vs (\d+)\. Received data size doesn't match expected size")
+# name of the number of workers, in an error or in the line that raised it
+_OF_WORKERS = re.compile("world_?size", re.IGNORECASE)
 # time between two signs of life
 BEAT_S = 1.0
 # last lines of a failed script's output that are shown, and most characters of them
@@ -301,7 +303,8 @@ class Mode(Listener):
         if error.__traceback__ is not None:
             traceback.print_exception(error)
         message = failed_by(error)
-        detail = f"{message.detail}{self._looked_for(error)}{self.circumstances()}"
+        detail = f"{message.detail}{self._looked_for(error)}{self._as_one(error)}"
+        detail += self.circumstances()
         known = {"steps": self.steps, "detail": detail, "result": so_far or {}}
         self.say(message.model_copy(update=known))
         leave(1)
@@ -316,6 +319,16 @@ class Mode(Listener):
         if (self.spec.home / str(error.filename)).exists():
             return "; the script runs in a folder of its own, where it is not: give its full path"
         return f"; looked for from {self.spec.home}, where the command was started"
+
+    def _as_one(self, error: BaseException) -> str:
+        """Return what to do if a script refuses to run as a single worker, after a semicolon."""
+        words = f"{error} {place_of(error)}"
+        if self.spec.world_size > 1 or self.steps or not _OF_WORKERS.search(words):
+            return ""
+        return (
+            "; it is a single worker here: if it needs several, complete the sweep file of "
+            "tula init --script without tula attach, and leave 1 out of search.cluster_sizes"
+        )
 
     def circumstances(self) -> str:
         """Return what may explain a failure of the script at this moment, after a semicolon."""

@@ -474,6 +474,11 @@ def keeps(*names: str) -> None:
         within.step()
 
 
+def needs_several_workers() -> None:
+    world_size = WORLD
+    assert world_size > 1
+
+
 def raises(error: BaseException) -> None:
     raise error
 
@@ -483,6 +488,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "saves to a full disk": lambda: torch.save(torch.zeros(10_000), "/dev/full"),
     "imports nothing": lambda: __import__("no_such_module"),
     "ends at once": lambda: None,
+    "needs several workers": needs_several_workers,
     "ends": lambda: train(2),
     "exits": lambda: sys.exit(1),
     "exits with words": lambda: sys.exit("no data here"),
