@@ -457,6 +457,22 @@ torch.save(b, "b.pt")
     assert '\nresume_arguments = ["--resume_from_checkpoint", "latest"] ' in text
 
 
+@pytest.mark.parametrize(
+    ("saving", "saved"),
+    [
+        ('torch.save(a, "out/epoch-%03d.pt" % epoch)', ("out/epoch-*.pt",)),
+        ('torch.save(a, f"epoch-{epoch:03}.pt")', ("epoch-*.pt",)),
+        ('torch.save(a, "epoch-{}-{:.2f}.pt".format(epoch, loss))', ("epoch-*-*.pt",)),
+        # a folder that the script computes may be anywhere
+        ('torch.save(a, "%s/last.pt" % folder)', ()),
+        ('torch.save(a, f"epoch-{epoch}.pt")\ntorch.save(a, "last.pt")', ("last.pt",)),
+    ],
+)
+def test_names_of_saved_files_may_be_formatted(saving: str, saved: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(saving)
+    assert read_options(tmp_path / "train.py").saved == saved
+
+
 def test_an_option_that_resumes_without_a_value_is_given_none(commands: Path, tmp_path: Path) -> None:
     # mmengine
     declared = 'p.add_argument("--resume", nargs="?", type=str, const="auto")'

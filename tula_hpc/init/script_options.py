@@ -24,6 +24,7 @@ from tula_hpc.init.syntax import (
     imported_by,
     keys_of,
     last_name,
+    saved_in,
     value_of,
 )
 
@@ -68,8 +69,8 @@ class ScriptOptions(NamedTuple):
     resume: Option | None = None
     # all other options that the script requires
     required: tuple[Option, ...] = ()
-    # names of files that the script saves to, if the source has them as literals, or its own word
-    # for the newest one
+    # names of files that the script saves to, with "*" for formatted parts, as far as the source
+    # has them, or its own word for the newest one
     saved: tuple[str, ...] = ()
     # True if the script or its framework seems to save something
     saves: bool = False
@@ -205,7 +206,7 @@ def read_options(path: Path, *, takes_keys: bool = False) -> ScriptOptions:
     return ScriptOptions(
         **roles,
         required=tuple(each for each in options if each.is_required and each not in chosen),
-        saved=tuple(words if len(words) == 1 else dict.fromkeys(_saved(tree))),
+        saved=tuple(words if len(words) == 1 else dict.fromkeys(saved_in(tree))),
         saves="Trainer" in names
         or any(re.search("save|checkpoint", name.lower()) for name in names),
         is_kept=not names.isdisjoint(_KEEPING) and "tula_hpc.attach" in imported_by(tree),
@@ -476,16 +477,6 @@ def _decorators(tree: ast.Module) -> Iterator[ast.expr]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             yield from node.decorator_list
-
-
-def _saved(tree: ast.Module) -> Iterator[str]:
-    """Yield the names of files that the script passes to a `save` function."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and last_name(node.func) == "save":
-            for argument in [*node.args, *(keyword.value for keyword in node.keywords)]:
-                text = argument.value if isinstance(argument, ast.Constant) else None
-                if isinstance(text, str) and re.fullmatch(r"[\w./-]+\.[a-z]+", text):
-                    yield text
 
 
 def flags_of(arguments: Sequence[str]) -> list[str]:

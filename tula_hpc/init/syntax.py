@@ -8,6 +8,9 @@ import re
 from collections.abc import Collection
 from typing import Any
 
+# name of a file, in no folder that is computed, as that may be anywhere
+_FILE = re.compile(r"[\w./-][\w./*-]*\.[a-z]+")
+
 
 def keys_of(node: ast.AST) -> list[str]:
     """Return the names of `a.b.c`; an empty list for any other expression."""
@@ -46,6 +49,36 @@ def compared_in(tree: ast.Module, names: Collection[str]) -> set[str]:
         if isinstance(node, ast.Compare) and last_name(node.left) in names:
             values = (value_of(other, {}) for other in node.comparators)
             found |= {value for value in values if isinstance(value, str) and value}
+    return found
+
+
+def saved_in(tree: ast.Module) -> list[str]:
+    """Return the names of files that a program passes to a `save` function.
+
+    Without a plain name they are patterns, with "*" for each value that is formatted into a name.
+    """
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and last_name(node.func) == "save":
+            given = [*node.args, *(keyword.value for keyword in node.keywords)]
+            found += filter(_FILE.fullmatch, map(_pattern_of, given))
+    return [name for name in found if "*" not in name] or found
+
+
+def _pattern_of(node: ast.expr) -> str:
+    found = ""
+    if isinstance(node, ast.JoinedStr):
+        found = "".join(map(_pattern_of, node.values))
+    elif isinstance(node, ast.FormattedValue):
+        found = "*"
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+        found = re.sub(r"%(?:\(\w+\))?[-+ #0]*\d*(?:\.\d+)?[a-z]", "*", _pattern_of(node.left))
+    elif isinstance(node, ast.Call):
+        found = _pattern_of(node.func)
+    elif isinstance(node, ast.Attribute) and node.attr == "format":
+        found = re.sub(r"\{[^}]*\}", "*", _pattern_of(node.value))
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        found = node.value
     return found
 
 
