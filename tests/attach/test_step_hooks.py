@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -778,11 +779,28 @@ def without_length() -> None:
         optimizer.step()
 
 
+def with_vmap() -> None:
+    """Take the gradient of each sample by vmap, which shows the model one sample at a time."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def loss(parameters: Any, inputs: Tensor) -> Tensor:
+        outputs: Tensor = functional_call(model, parameters, (inputs.unsqueeze(0),))
+        return outputs.sum()
+
+    for (inputs,) in DataLoader(TensorDataset(torch.zeros(6, 4)), 3):
+        gradients = vmap(grad(loss), (None, 0))(dict(model.named_parameters()), inputs)
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name].mean(0)
+        optimizer.step()
+
+
 CASES: dict[str, tuple[Callable[[], None], str]] = {
     # a model without a wrapper is known from its first step on
     "plain": (plain, "ready step, forward 3 ready step, evaluation evaluation"),
     "with frozen objects": (with_frozen_objects, "ready step, forward 3 ready step"),
     "with a class of its own": (with_a_class_of_its_own, "ready step partner, forward 3 ready step partner"),
+    "with vmap": (with_vmap, "begin batch ready step, batch forward 3 ready step"),
     "with closures": (with_closures, "forward 3 ready step, forward 3 ready step"),
     # the smaller model's steps do not count
     "with two optimizers": (with_two_optimizers, "ready step, forward 5 ready step"),

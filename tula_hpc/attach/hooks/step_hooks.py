@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import (
@@ -261,9 +262,10 @@ class Hooks:
         if len(both) > 1:
             # batches of several loaders joined, as of labelled and many more unlabelled items
             return min(both)
-        # a batch of a class of its own, or whose first dimension counts views, nodes, sequences
+        # a class of its own; a first dimension of views, nodes, sequences; or one sample, as in vmap
         is_more = 0 < sum(unused) < samples
-        if not samples or is_more or given % samples not in (0, given):
+        is_one = given > 0 and isinstance(first, Tensor) and is_functorch_wrapped_tensor(first)
+        if not samples or is_more or is_one or given % samples not in (0, given):
             return given
         return samples if given else self._samples_along(first, samples)
 
@@ -290,11 +292,9 @@ class Hooks:
         """Return what that iterator says of its present pass over the data; None: no iterator."""
         source = self._loader or self._last
         loader = source.loader()
-        if loader is None:
-            return None
-        if source.loader_pass is None:
+        if loader is not None and source.loader_pass is None:
             source.loader_pass = LoaderPass(loader)
-        return source.loader_pass
+        return None if loader is None else source.loader_pass
 
     def next_batch(self, loader: object, batch: object) -> None:
         """Note a batch that a loader gives out."""
