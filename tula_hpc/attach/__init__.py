@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 # keeper of the script's training, set before the script runs; None: this is no training job
 _around: Keeper | None = None
-# things that the script keeps, by name; None: it has not asked to keep anything
+# objects that the script keeps, by name; None: it has not asked to keep anything
 _kept: dict[str, Any] | None = None
 # whether the script has a framework's callback, which keeps the whole training
 _is_framework = False
@@ -52,25 +52,25 @@ def was_kept() -> bool:
 
 
 def kept_things() -> dict[str, Any]:
-    """Return the things that the script keeps, by name; none where a framework keeps everything."""
+    """Return the objects that the script keeps, by name; none where a framework keeps everything."""
     return {} if _kept is None or _is_framework else _kept
 
 
-def _note_kept(things: dict[str, Any], *, is_framework: bool = False) -> None:
+def _note_kept(objects: dict[str, Any], *, is_framework: bool = False) -> None:
     global _kept, _is_framework  # noqa: PLW0603 - see above
-    _kept = {**(_kept or {}), **things}
+    _kept = {**(_kept or {}), **objects}
     _is_framework = _is_framework or is_framework
 
 
-def keep(**things: Any) -> None:
-    """Keep things with `state_dict` and `load_state_dict`: model, optimizer, scheduler, averages.
+def keep(**objects: Any) -> None:
+    """Keep objects with `state_dict` and `load_state_dict`: model, optimizer, scheduler, averages.
 
     With accelerate, pass its `Accelerator` in place of all that it has prepared. This call also
     loads their states from a checkpoint, if there is one.
     """
-    _note_kept(things)
+    _note_kept(objects)
     if _around is not None:
-        _around.keep(things)
+        _around.keep(objects)
 
 
 def epochs(count: int) -> Iterable[int]:

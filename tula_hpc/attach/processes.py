@@ -382,35 +382,35 @@ def worst(outcomes: list[ProcessEnd]) -> ProcessEnd:
 
     Where workers hang, or wait in vain for one another, it says where each of them is.
     """
-    found = min(outcomes, key=lambda each: (each.is_done, each.message.follows, each.rank))
+    cause = min(outcomes, key=lambda each: (each.is_done, each.message.follows, each.rank))
     places = {each.rank: each.message.at for each in outcomes if each.message.at is not None}
-    if found.is_done or not places:
-        return found
-    detail = found.message.detail
-    failure = found.message.failure
+    if cause.is_done or not places:
+        return cause
+    detail = cause.message.detail
+    failure = cause.message.failure
     where = describe_places(places, len(outcomes))
     ended = [
         each for each in outcomes if each.is_done and each.message.result.get("end") == "exited"
     ]
-    if found.message.is_early:
-        detail = f"{detail}; that was rank {found.rank}, while {where}"
-    elif found.message.follows and ended:
+    if cause.message.is_early:
+        detail = f"{detail}; that was rank {cause.rank}, while {where}"
+    elif cause.message.follows and ended:
         # no worker was lost: one has ended, and the others wait for it
         failure = Failure.BAD_INPUT
         detail = (
             f"rank {ended[0].rank} ended after {plural(ended[0].message.steps, 'step')}, while {where}; "
             "give each worker as many batches as the others, as DistributedSampler does"
         )
-    elif found.message.at is not None:
+    elif cause.message.at is not None:
         detail = f"{detail}: {where}"
         if len(places) == len(outcomes) and are_in_different_collectives(places.values()):
-            if found.message.follows:
+            if cause.message.follows:
                 # no worker was lost, as all of them have reported where they are
                 detail = f"the workers wait for each other: {where}"
                 failure = Failure.BAD_INPUT
             detail = f"{detail}; {EVERY_WORKER}"
-    message = found.message.model_copy(update={"detail": detail, "failure": failure})
-    return found.model_copy(update={"message": message})
+    message = cause.message.model_copy(update={"detail": detail, "failure": failure})
+    return cause.model_copy(update={"message": message})
 
 
 @contextlib.contextmanager
@@ -424,16 +424,17 @@ def variables_of(
     env: WorkerEnvironment, workers_per_node: int, meeting: Meeting, device: str = "cpu"
 ) -> dict[str, str]:
     """Return the variables by which a script's process finds its place among the others."""
-    found = torchrun_variables(env, workers_per_node, (meeting.host, meeting.port), meeting.run_id)
+    place = (meeting.host, meeting.port)
+    variables = torchrun_variables(env, workers_per_node, place, meeting.run_id)
     gpus = granted_gpus()
     if 0 < gpus < workers_per_node:
         # Slurm binds each task to GPUs of its own, and a script takes its device by its local rank
-        found["LOCAL_RANK"] = str(int(found["LOCAL_RANK"]) % gpus)
+        variables["LOCAL_RANK"] = str(int(variables["LOCAL_RANK"]) % gpus)
     if device == "cpu":
         # as `accelerate launch --cpu` sets it: else accelerate and Trainer take several workers
         # without GPUs for a single one
-        found["ACCELERATE_USE_CPU"] = "true"
-    return found
+        variables["ACCELERATE_USE_CPU"] = "true"
+    return variables
 
 
 def error_of(outcome: ProcessEnd, key: str) -> TulaError:
@@ -459,7 +460,7 @@ def _has_met(meet: Callable[[], object]) -> bool:
 
 
 def end_as(
-    found: ProcessEnd,
+    end: ProcessEnd,
     configuration: Configuration,
     rank: int | None,
     record_oom: Callable[[Failure], object],
@@ -475,8 +476,8 @@ def end_as(
         TulaError: With the reason, and where the script's output is.
         SystemExit: Memory ran out, which is recorded; or another worker raises the reason.
     """
-    failure = found.message.failure
-    is_mine = found.rank == rank
+    failure = end.message.failure
+    is_mine = end.rank == rank
     if failure is not None and failure.is_oom:
         if is_mine:
             record_oom(failure)
@@ -486,14 +487,14 @@ def end_as(
         # that worker does not come: it reports the device, and ends
         _has_met(meet)
     if is_mine:
-        sys.stderr.write(end_of(Path(found.log)))
+        sys.stderr.write(end_of(Path(end.log)))
     sys.stderr.flush()
-    error = error_of(found, "workload.script")
-    if failure is Failure.KILLED and is_mine and found.message.detail.endswith("SIGKILL"):
+    error = error_of(end, "workload.script")
+    if failure is Failure.KILLED and is_mine and end.message.detail.endswith("SIGKILL"):
         # perhaps the kernel killed it for lack of memory: scheduler and peers shall see the same
         sys.stderr.write(f"{error}\n")
         sys.stderr.flush()
         os.kill(os.getpid(), signal.SIGKILL)
     if is_mine or failure is Failure.BAD_INPUT:
         raise error
-    raise SystemExit(f"rank {found.rank} at {configuration}: {error}")
+    raise SystemExit(f"rank {end.rank} at {configuration}: {error}")

@@ -237,10 +237,10 @@ def lr_scale(sweep: SweepSpec, global_batch: int) -> float:
 def filled(arguments: Sequence[str], values: Mapping[str, str]) -> tuple[str, ...]:
     """Return arguments with each known `{name}` and `{name*factor}` replaced; others stay."""
 
-    def value(found: re.Match[str]) -> str:
-        name, factor = found.groups()
+    def value(match: re.Match[str]) -> str:
+        name, factor = match.groups()
         if name not in values or factor is None:
-            return values.get(name, found[0])
+            return values.get(name, match[0])
         # exact, and without an exponent, which a script's int() would refuse
         return f"{(Decimal(values[name]) * Decimal(factor)).normalize():f}"
 
@@ -317,7 +317,7 @@ NO_OPTIONS = ParsedOptions({}, {})
 
 def watch_parsers() -> ParsedOptions:
     """Note the options of every argparse parser from now on, in the object that is returned."""
-    found = ParsedOptions({}, {})
+    options = ParsedOptions({}, {})
     original = argparse.ArgumentParser.parse_known_args
 
     @wraps(original)
@@ -325,41 +325,41 @@ def watch_parsers() -> ParsedOptions:
         parsed = original(self, *args, **kwargs)
         for action in self._actions:
             if action.option_strings:
-                found.add(action.option_strings, getattr(parsed[0], action.dest, None))
+                options.add(action.option_strings, getattr(parsed[0], action.dest, None))
         return parsed
 
     argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[method-assign] # to be told
-    return found
+    return options
 
 
-def note_parsed(found: ParsedOptions) -> None:
+def note_parsed(options: ParsedOptions) -> None:
     """Add the options of click and typer, and the keys of OmegaConf and Hydra, as they are set."""
     configs: list[Any] = []
-    for thing in gc.get_objects():
+    for instance in gc.get_objects():
         # by its type alone: to ask a lazy object for an attribute would load it
-        kind = (str(type(thing).__module__).rpartition("_")[2], type(thing).__name__)
+        kind = (str(type(instance).__module__).rpartition("_")[2], type(instance).__name__)
         if kind == ("click.core", "Context"):
-            for option in thing.command.params:
+            for option in instance.command.params:
                 # positional arguments have no dash
                 if names := [name for name in option.opts if name.startswith("-")]:
-                    found.add(names, thing.params.get(option.name))
-        elif kind == ("omegaconf.dictconfig", "DictConfig") and thing._get_parent() is None:
+                    options.add(names, instance.params.get(option.name))
+        elif kind == ("omegaconf.dictconfig", "DictConfig") and instance._get_parent() is None:
             to_container = sys.modules["omegaconf"].OmegaConf.to_container
-            configs.append(_keys_in(to_container(thing, resolve=False)))
+            configs.append(_keys_in(to_container(instance, resolve=False)))
     # leave out Hydra's own configuration; the one merged of files and command line has most keys
     of_script = [keys for keys in configs if not any(key.startswith("hydra") for key in keys)]
     for key, value in max(of_script, key=len, default={}).items():
-        found.add([f"{key}="], value)
+        options.add([f"{key}="], value)
 
 
 def _keys_in(config: object, within: str = "") -> dict[str, object]:
     """Return the values of a nested configuration by their dotted keys."""
     if not isinstance(config, dict):
         return {within.removesuffix("."): config}
-    found: dict[str, object] = {}
+    values: dict[str, object] = {}
     for key, value in config.items():
-        found |= _keys_in(value, f"{within}{key}.")
-    return found
+        values |= _keys_in(value, f"{within}{key}.")
+    return values
 
 
 def worded(name: str, value: str) -> list[str]:
@@ -389,7 +389,7 @@ def with_placeholders(
     Options that were left at the parser's defaults are added. The arguments are those of a run of
     one worker, whose steps had `passes` forward passes of `batch` samples each.
     """
-    found = list(arguments)
+    replaced = list(arguments)
     flags = [options.names.get(flag, flag).lower() for flag in flags_of(arguments)]
     values = [re.fullmatch(r"(.*=)?(\d+)", argument) for argument in arguments]
     # options for the batch of all workers last, as that of a worker may have the same value
@@ -418,16 +418,16 @@ def with_placeholders(
         kind = placeholder.rpartition("_")[2]
         # whatever name is before it, a number must be the only one of its value
         is_certain = names != ("",) or len(fits) == 1
-        if fits and is_certain and not any(kind in argument for argument in found):
-            found[fits[0]] = re.sub(r"\d+$", placeholder, found[fits[0]])
+        if fits and is_certain and not any(kind in argument for argument in replaced):
+            replaced[fits[0]] = re.sub(r"\d+$", placeholder, replaced[fits[0]])
     for index, number in numbers.items():
         # options for the batch of a whole step, beside that of a pass, or in place of it
         is_whole = passes > 1 or is_batch_of_all(flags[index])
         if is_whole and number == batch * passes and _is_whole_batch(flags[index]):
-            found[index] = re.sub(r"\d+$", "{global_batch}", arguments[index])
+            replaced[index] = re.sub(r"\d+$", "{global_batch}", arguments[index])
         if tokens := _of_a_sample(flags[index], number, batch * passes):
-            found[index] = re.sub(r"\d+$", f"{{global_batch*{tokens}}}", found[index])
-    return [*found, *_defaults(found, batch, passes, options)]
+            replaced[index] = re.sub(r"\d+$", f"{{global_batch*{tokens}}}", replaced[index])
+    return [*replaced, *_defaults(replaced, batch, passes, options)]
 
 
 def steps_asked(arguments: Sequence[str], options: ParsedOptions) -> set[int]:
@@ -478,11 +478,11 @@ def _defaults(
         wanted["{epochs}"] = [name for name in options.values if OF_EPOCHS.fullmatch(name)]
     ones = [name for name, value in options.values.items() if value == 1 and name not in given]
     wanted["{nodes}"] = [name for name in ones if OF_NODES.fullmatch(name)]
-    found: list[str] = []
+    added: list[str] = []
     for placeholder, names in wanted.items():
         if len(names) == 1:
-            found += worded(names[0], placeholder)
-    return found
+            added += worded(names[0], placeholder)
+    return added
 
 
 def _is_whole_batch(flag: str) -> bool:

@@ -113,12 +113,12 @@ class Session:
             self.again_s += unix_time() - began_at
             self.search = SearchSpec.model_validate(shorter)
             outcomes, meeting = self._run()
-        found = worst(outcomes)
-        if found.message.is_short and self._is_left_out(found):
+        end = worst(outcomes)
+        if end.message.is_short and self._is_left_out(end):
             self.again_s += unix_time() - meeting.began_at
             return
-        if not found.is_done:
-            self._fail(found)
+        if not end.is_done:
+            self._fail(end)
         self.measured += self.place is not None
         first = next(each for each in outcomes if each.rank == 0)
         self._record(first.message.result, meeting._replace(began_at=began_at))
@@ -245,7 +245,7 @@ class Session:
         work = self.sweep.workload
         return work.accumulation if work.accumulates else None
 
-    def _is_left_out(self, found: ProcessEnd) -> bool:
+    def _is_left_out(self, end: ProcessEnd) -> bool:
         """Record that a batch leaves too few steps, if a smaller one was measured. Collective."""
 
         def record() -> str:
@@ -259,11 +259,11 @@ class Session:
                 return ""
             failed = Measurement(
                 status="failed",
-                detail=f"the script takes too few steps of this batch; {found.message.remedy}",
-                steps=found.message.steps,
+                detail=f"the script takes too few steps of this batch; {end.message.remedy}",
+                steps=end.message.steps,
                 partition=self.job.partition,
                 accumulation=self._passes_asked,
-                identity=Identity.model_validate(found.message.result["identity"]),
+                identity=Identity.model_validate(end.message.result["identity"]),
                 finished_at=unix_time(),
                 **describe(self.configuration, self.job.cluster, self.env),
             )
@@ -272,7 +272,7 @@ class Session:
 
         return bool(self.allocation.broadcast(record))
 
-    def _fail(self, found: ProcessEnd) -> None:
+    def _fail(self, end: ProcessEnd) -> None:
         from tula_hpc.attach.processes import end_as
         from tula_hpc.profiling.record import broken_devices, record_oom, refuse_shared_device
 
@@ -280,7 +280,7 @@ class Session:
         at = self.configuration
 
         def record(failure: Failure) -> None:
-            refuse_shared_device(found.message.held, at, broken_devices(job, at))
+            refuse_shared_device(end.message.held, at, broken_devices(job, at))
             record_oom(
                 job.output,
                 job.cluster,
@@ -292,7 +292,7 @@ class Session:
             )
 
         rank = None if self.place is None else self.place.rank
-        end_as(found, at, rank, record, lambda: self.allocation.broadcast(str))
+        end_as(end, at, rank, record, lambda: self.allocation.broadcast(str))
 
 
 def _which_counts(result: dict[str, Any]) -> str:

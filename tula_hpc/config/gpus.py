@@ -46,15 +46,15 @@ def parse_weights(weights: str | Mapping[str, object]) -> dict[str, float]:
         ValueError: An entry is not NAME=WEIGHT, a weight is negative, or a TRES is listed twice.
     """
     entries = _split(weights) if isinstance(weights, str) else list(weights.items())
-    found: dict[str, float] = {}
+    parsed: dict[str, float] = {}
     for name, value in entries:
         key = name.strip().lower()
         if not _NAME.fullmatch(key):
             raise ValueError(f"{name!r} is not a TRES; expected for example {_EXAMPLE}")
-        if key in found:
+        if key in parsed:
             raise ValueError(f"{name!r} is listed twice; expected each TRES once")
-        found[key] = _weight(key, value)
-    return found
+        parsed[key] = _weight(key, value)
+    return parsed
 
 
 def _split(text: str) -> list[tuple[str, object]]:
@@ -146,17 +146,17 @@ def hidden_peers(cluster: ClusterSpec) -> Iterator[tuple[str, str]]:
 
 def _options(cluster: ClusterSpec) -> dict[str, _Option]:
     """Return the options that ask for GPUs, by sbatch's names; srun's override the job's."""
-    found: dict[str, _Option] = {}
+    options: dict[str, _Option] = {}
     if cluster.gres is not None:
-        found["gres"] = _Option("gres", cluster.gres)
+        options["gres"] = _Option("gres", cluster.gres)
     for key, value in cluster.sbatch.items():
         if value is not False:
-            found[key.replace("_", "-")] = _Option(f"sbatch.{key}", str(value))
+            options[key.replace("_", "-")] = _Option(f"sbatch.{key}", str(value))
     for word in cluster.srun_args:
         name, _, value = word.removeprefix("--").partition("=")
         if name in ("gres", "gpus", "gpus-per-node", "gpus-per-task", "gpu-bind", "tres-per-task"):
-            found[name] = _Option("srun_args", value)
-    return found
+            options[name] = _Option("srun_args", value)
+    return options
 
 
 def _gpus_of_node(
@@ -189,9 +189,9 @@ def _gpus_of_task(options: Mapping[str, _Option]) -> Iterator[tuple[_Option, int
     if "gpus-per-task" in options:
         yield options["gpus-per-task"], _count(options["gpus-per-task"].value)
     if "tres-per-task" in options:
-        found = _TASK_GPUS.search(options["tres-per-task"].value)
-        if found:
-            yield options["tres-per-task"], int(found[1])
+        match = _TASK_GPUS.search(options["tres-per-task"].value)
+        if match:
+            yield options["tres-per-task"], int(match[1])
 
 
 def _of_sockets(options: Mapping[str, _Option]) -> int:
@@ -230,5 +230,5 @@ def _check_shares(options: Mapping[str, _Option], workers: int) -> None:
 
 def _binding(value: str) -> tuple[str, str]:
     """Return kind and argument of --gpu-bind, as in `verbose,single:1`."""
-    found = _BINDING.fullmatch(value)
-    return (found[1], found[2] or "") if found else (value, "")
+    match = _BINDING.fullmatch(value)
+    return (match[1], match[2] or "") if match else (value, "")

@@ -223,8 +223,8 @@ class _Sending(pickle.Pickler):
     def __init__(self) -> None:
         super().__init__(_Nowhere())
 
-    def reducer_override(self, thing: Any) -> Any:
-        return (int, ()) if isinstance(thing, Tensor | np.ndarray) else NotImplemented
+    def reducer_override(self, part: Any) -> Any:
+        return (int, ()) if isinstance(part, Tensor | np.ndarray) else NotImplemented
 
 
 class _Nowhere:
@@ -249,9 +249,9 @@ def _refuse_unsendable(spec: WorkloadSpec, which: str, dataset: Dataset[Any]) ->
     raise InputError(message, key="workload.dataset")
 
 
-def _why_unsendable(thing: Any) -> Exception | None:
+def _why_unsendable(sent: Any) -> Exception | None:
     try:
-        _Sending().dump(thing)
+        _Sending().dump(sent)
     # pickling calls the classes' own code, which may raise anything
     except Exception as error:  # noqa: BLE001
         return error

@@ -111,13 +111,13 @@ class ScriptOptions(NamedTuple):
         """Return arguments with {global_batch} for {local_batch} where the batch is global."""
         if self.batch is None or not self.is_global:
             return list(arguments)
-        found = []
+        replaced = []
         for flag, argument in zip(flags_of(arguments), arguments, strict=True):
             # the names of `train.batch_size` are those of its last part
             is_batch = _written(flag).rpartition(".")[2] in self.batch.names
             new = argument.replace("{local_batch}", "{global_batch}")
-            found.append(new if is_batch else argument)
-        return found
+            replaced.append(new if is_batch else argument)
+        return replaced
 
 
 # words in an option's name or help that mean the batch of all workers together
@@ -247,23 +247,23 @@ def is_batch_of_all(name: str) -> bool:
 
 def _best(role: str, options: Sequence[Option]) -> Option | None:
     pattern = re.compile(_ROLES[role])
-    found = [each for each in options if any(map(pattern.fullmatch, each.names))]
+    fits = [each for each in options if any(map(pattern.fullmatch, each.names))]
     if role == "batch":
-        found.sort(key=lambda each: not any(map(_OF_ONE_PASS.search, each.names)))
+        fits.sort(key=lambda each: not any(map(_OF_ONE_PASS.search, each.names)))
     if role == "steps":
         if collects_rollouts(name for each in options for name in each.names):
-            found = [each for each in found if not any(map(_OF_A_ROLLOUT.fullmatch, each.names))]
+            fits = [each for each in fits if not any(map(_OF_A_ROLLOUT.fullmatch, each.names))]
         # next to "num_steps", plain "iters" may be iterations within a step, as in RAFT
-        found.sort(key=lambda each: "_" not in "".join(each.names))
+        fits.sort(key=lambda each: "_" not in "".join(each.names))
     if role == "nodes":
         # other defaults mean nodes of a graph
-        found = [each for each in found if each.default == 1]
+        fits = [each for each in fits if each.default == 1]
     if role in ("batch", "epochs", "steps", "seed", "nodes", "accumulation"):
-        found = [each for each in found if each.takes_value]
+        fits = [each for each in fits if each.takes_value]
     if role == "seed":
         # a script without a default seed may use slower algorithms once a seed is given
-        found = [each for each in found if each.default is not None or each.is_required]
-    return found[0] if found else None
+        fits = [each for each in fits if each.default is not None or each.is_required]
+    return fits[0] if fits else None
 
 
 def _declared(tree: ast.Module) -> Iterator[Option]:
@@ -319,26 +319,26 @@ class _Parsers:
         None stands for the main parser of a program with subcommands.
         """
         variable = holder_of(call.func)
-        found = None if variable in self.programs else ""
+        last = None if variable in self.programs else ""
         for line, name, command in self.made:
             if name == variable and line <= call.lineno:
-                found = command
-        return found
+                last = command
+        return last
 
 
 def _commands_of_click(tree: ast.Module) -> dict[ast.Call, str | None]:
     """Return the subcommand of each option's decorator; None: it stands before any subcommand."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     groups = {each.name for each in functions if "group" in map(last_name, each.decorator_list)}
-    found: dict[ast.Call, str | None] = {}
+    commands: dict[ast.Call, str | None] = {}
     for each in functions:
         calls = [node for node in each.decorator_list if isinstance(node, ast.Call)]
         if each.name in groups:
-            found |= dict.fromkeys(calls)
+            commands |= dict.fromkeys(calls)
         for call in calls:
             if last_name(call.func) == "command" and holder_of(call.func) in groups:
-                found |= dict.fromkeys(calls, _command_name(each, call))
-    return found
+                commands |= dict.fromkeys(calls, _command_name(each, call))
+    return commands
 
 
 def _command_name(function: ast.FunctionDef, decorator: ast.expr) -> str:
@@ -407,18 +407,18 @@ def _commands_of_typer(tree: ast.Module) -> dict[str, str | None]:
     None stands for the function whose options come before any subcommand, "" for the function of a
     program without subcommands.
     """
-    found: dict[str, str | None] = {}
+    commands: dict[str, str | None] = {}
     if "typer" not in imported_by(tree):
-        return found
+        return commands
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     for each in functions:
         for decorator in each.decorator_list:
             if last_name(decorator) == "command":
-                found[each.name] = _command_name(each, decorator)
+                commands[each.name] = _command_name(each, decorator)
             elif last_name(decorator) == "callback":
-                found[each.name] = None
+                commands[each.name] = None
     # a single command is the program itself
-    return found if len(found) > 1 else dict.fromkeys(found, "")
+    return commands if len(commands) > 1 else dict.fromkeys(commands, "")
 
 
 def _parameters(given: ast.arguments, constants: dict[str, Any]) -> Iterator[Option]:

@@ -23,33 +23,35 @@ def keys_of(node: ast.AST) -> list[str]:
 
 def imported_by(tree: ast.Module) -> set[str]:
     """Return the names of modules, and of things in them, that a program imports."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
 
 
 def computed_in(tree: ast.Module) -> set[str]:
     """Return the attributes that a program sets without using what they were before."""
-    found: set[str] = set()
+    attributes: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
             used = {each.attr for each in ast.walk(node.value) if isinstance(each, ast.Attribute)}
-            found |= {each.attr for each in node.targets if isinstance(each, ast.Attribute)} - used
-    return found
+            attributes |= {
+                each.attr for each in node.targets if isinstance(each, ast.Attribute)
+            } - used
+    return attributes
 
 
 def compared_in(tree: ast.Module, names: Collection[str]) -> set[str]:
     """Return the texts with which a program compares a variable or attribute of these names."""
-    found: set[str] = set()
+    texts: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare) and last_name(node.left) in names:
             values = (value_of(other, {}) for other in node.comparators)
-            found |= {value for value in values if isinstance(value, str) and value}
-    return found
+            texts |= {value for value in values if isinstance(value, str) and value}
+    return texts
 
 
 def saved_in(tree: ast.Module) -> list[str]:
@@ -84,13 +86,13 @@ def _pattern_of(node: ast.expr) -> str:
 
 def constants_of(tree: ast.Module) -> dict[str, Any]:
     """Return the values of a program's constants: names set to a literal outside any function."""
-    found: dict[str, Any] = {}
+    constants: dict[str, Any] = {}
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-            found |= {
+            constants |= {
                 each.id: node.value.value for each in node.targets if isinstance(each, ast.Name)
             }
-    return found
+    return constants
 
 
 def value_of(node: ast.expr | None, constants: dict[str, Any]) -> Any:

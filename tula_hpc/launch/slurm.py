@@ -180,8 +180,8 @@ def named(name: str) -> list[str]:
             text = ""
         rows = [row for row in _rows(text, 2) if row[1] == name]
     # in a container the user's own name may be unknown
-    found = (_JOB.fullmatch(row[0]) for row in rows or shown)
-    return sorted({match["parent"] for match in found if match}, key=int)
+    matches = (_JOB.fullmatch(row[0]) for row in rows or shown)
+    return sorted({match["parent"] for match in matches if match}, key=int)
 
 
 def _queued(
@@ -302,11 +302,11 @@ def queue(
         if "Invalid job id" in str(error):
             return {}
         raise
-    found: dict[str, JobState] = {}
+    states: dict[str, JobState] = {}
     for shown, state, reason, names in rows:
         own = [job_id for job_id in _ids_shown(shown, wanted) if keys.get(job_id, "") in names]
-        found |= dict.fromkeys(own, JobState(state, reason[:MOST_REASON]))
-    return found
+        states |= dict.fromkeys(own, JobState(state, reason[:MOST_REASON]))
+    return states
 
 
 def _ids_shown(shown: str, wanted: Collection[str]) -> list[str]:
@@ -352,7 +352,7 @@ def steps(job_ids: Sequence[str], keys: Mapping[str, str] = NO_KEYS) -> dict[str
     except LaunchError:
         text = ""
     wanted = set(job_ids)
-    found: dict[str, list[StepState]] = {}
+    steps_of: dict[str, list[StepState]] = {}
     others: set[str] = set()
     for step_id, state, exit_code, name in _rows(text, 4):
         shown, dot, step = step_id.partition(".")
@@ -363,13 +363,13 @@ def steps(job_ids: Sequence[str], keys: Mapping[str, str] = NO_KEYS) -> dict[str
             if job_id in others:
                 continue
             row = StepState(f"{job_id}{dot}{step}", state.partition(" ")[0], exit_code)
-            found.setdefault(job_id, []).append(row)
+            steps_of.setdefault(job_id, []).append(row)
     for job_id in job_ids:
-        rows = found.get(job_id, [])
+        rows = steps_of.get(job_id, [])
         is_known = any(row.job_id == job_id and JobState(row.state, "").is_over for row in rows)
         if not is_known and (last := _last_words(job_id, keys.get(job_id, ""))):
-            found[job_id] = last
-    return found
+            steps_of[job_id] = last
+    return steps_of
 
 
 def _last_words(job_id: str, key: str) -> list[StepState]:
@@ -478,7 +478,7 @@ def accounted_runs(
     start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since - SLACK_S))
     where = ["-S", start, "-j", ",".join(parents)]
     text = run_command(["sacct", "-D", "-n", "-P", "-X", *where, "-o", ",".join(FIELDS)], timeout_s)
-    found: dict[str, list[JobAccount]] = {}
+    accounts: dict[str, list[JobAccount]] = {}
     for line in text.splitlines():
         fields = line.split("|")
         if len(fields) != len(FIELDS):
@@ -496,5 +496,5 @@ def accounted_runs(
                 nodes=count_in(nodes) or 0,
                 elapsed_s=count_in(elapsed) or 0,
             )
-            found.setdefault(job_id, []).append(run)
-    return found
+            accounts.setdefault(job_id, []).append(run)
+    return accounts

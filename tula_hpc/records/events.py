@@ -272,8 +272,8 @@ class JobEvents(Record):
     @property
     def memory_failure(self) -> Failure | None:
         """The recorded out-of-memory failure of this job, on the device or on the host, if any."""
-        found = [event.failure for event in self._named("oom") if event.failure]
-        return found[-1] if found else None
+        failures = [event.failure for event in self._named("oom") if event.failure]
+        return failures[-1] if failures else None
 
     @property
     def met_broken_device(self) -> bool:
@@ -290,23 +290,23 @@ class JobEvents(Record):
     def failure(self) -> JobFailure | None:
         """The recorded failure, if any; the job's own report is preferred to the scheduler's."""
         for name in ("oom", "failed", "ended"):
-            found = [event for event in self._named(name) if event.failure is not None]
-            if found:
-                details = [event.detail for event in (found[-1], *reversed(self.events))]
+            failed = [event for event in self._named(name) if event.failure is not None]
+            if failed:
+                details = [event.detail for event in (failed[-1], *reversed(self.events))]
                 detail = next((text for text in details if text), "")
-                return _failure_in(found[-1])._replace(detail=detail)
+                return _failure_in(failed[-1])._replace(detail=detail)
         return None
 
     @property
     def begun_with_nothing(self) -> list[bool]:
         """Tell for each of the job's runs that trained at all whether it began from the start."""
-        found: list[bool] = []
+        from_start: list[bool] = []
         for event in self.events:
             if event.event == "resumed":
-                found.append(ProgressData.of(event).samples_seen == 0)
-            elif not found and event.event in ("checkpoint", "preempted", "finished"):
-                found.append(True)
-        return found
+                from_start.append(ProgressData.of(event).samples_seen == 0)
+            elif not from_start and event.event in ("checkpoint", "preempted", "finished"):
+                from_start.append(True)
+        return from_start
 
     @property
     def hosts(self) -> list[str]:
@@ -492,14 +492,14 @@ class RunHistory:
     def _by_label(self) -> dict[str, list[Event]]:
         # a job may write events before its submission is recorded
         label_of = {job.job_id: job.label for job in self.submissions("train")}
-        found: dict[str, list[Event]] = {}
+        by_label: dict[str, list[Event]] = {}
         for event, known in zip(self.events, self._labels, strict=True):
             if event.stage == "train":
                 label = known or label_of.get(event.job_id, MAIN_LABEL)
                 if event.event == "submitted" and SubmissionData.of(event).anew:
-                    found[label] = []
-                found.setdefault(label, []).append(event)
-        return found
+                    by_label[label] = []
+                by_label.setdefault(label, []).append(event)
+        return by_label
 
     def attempts(self, label: str, since: float = 0.0) -> int:
         """Count the jobs that were submitted for a training since this Unix time."""
@@ -538,16 +538,16 @@ class RunHistory:
 
     def last_failures(self, since: float = 0.0) -> dict[str, JobFailure]:
         """Return the failures of trainings that were not submitted again afterwards, by label."""
-        found: dict[str, JobFailure] = {}
+        failures: dict[str, JobFailure] = {}
         for event in self.events:
             label = EndData.of(event).label if "label" in event.data else ""
             if not label or event.time < since:
                 continue
             if event.event == "submitted":
-                found.pop(label, None)
+                failures.pop(label, None)
             elif event.event == "failed":
-                found[label] = _failure_in(event)
-        return found
+                failures[label] = _failure_in(event)
+        return failures
 
     def in_vain(self, label: str, failure: Failure, since: float = 0.0) -> int:
         """Count the last jobs in a row that ended by `failure` and had begun at the same sample.
@@ -627,55 +627,55 @@ class RunHistory:
 
     def signs(self) -> list[Sign]:
         """Return the signs of life of all trainings in order of time."""
-        found = []
+        signs = []
         for label, events in self._by_label.items():
             for event in events:
                 if event.event in _SIGNS:
                     kind = _SIGNS[event.event]
                     began_at = ProgressData.of(event).began_at
-                    found.append(Sign(event.time, kind, event.title, event.job_id, label, began_at))
-        return sorted(found, key=lambda sign: sign.time)
+                    signs.append(Sign(event.time, kind, event.title, event.job_id, label, began_at))
+        return sorted(signs, key=lambda sign: sign.time)
 
     def news(self, since: int) -> list[News]:
         """Return the news of trainings, from the event with index `since` on."""
-        found = []
+        news = []
         for event, label in list(zip(self.events, self._labels, strict=True))[since:]:
             if event.stage != "train":
                 continue
             kind = event.failure.value.replace("_", " ") if event.failure else "failed"
             name = label or MAIN_LABEL
             if event.event == "preempted":
-                found.append(News("training_preempted", name, event.detail))
+                news.append(News("training_preempted", name, event.detail))
             elif event.event == "finished":
-                found.append(News("training_finished", name, event.detail))
+                news.append(News("training_finished", name, event.detail))
             elif event.event == "fell_back":
-                found.append(
+                news.append(
                     News("training_failed", name, f"{event.detail}; a smaller batch is next")
                 )
             # the command's report, which includes the job's own
             elif event.event == "failed" and "label" in event.data:
-                found.append(News("training_failed", name, f"{kind}: {event.detail}"))
-        return found
+                news.append(News("training_failed", name, f"{kind}: {event.detail}"))
+        return news
 
     def samples_seen(self) -> list[tuple[EventName, int]]:
         """Return the events of trainings with the samples seen until then, if recorded."""
-        found: list[tuple[EventName, int]] = []
+        seen_at: list[tuple[EventName, int]] = []
         for event in self.events:
             if event.stage == "train" and "samples_seen" in event.data:
                 seen = ProgressData.of(event).samples_seen
                 if seen is not None:
-                    found.append((event.event, seen))
-        return found
+                    seen_at.append((event.event, seen))
+        return seen_at
 
     def save_costs(self) -> list[tuple[float, float]]:
         """Return Unix time and cost in seconds of each checkpoint whose cost was measured."""
-        found = []
+        costs = []
         for event in self.events:
             if event.event == "checkpoint":
                 cost_s = CheckpointData.of(event).cost_s
                 if cost_s is not None:
-                    found.append((event.time, cost_s))
-        return found
+                    costs.append((event.time, cost_s))
+        return costs
 
     def detached(self) -> Detached | None:
         """Return when the run was last detached, and for which stages."""

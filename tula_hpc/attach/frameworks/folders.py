@@ -30,7 +30,7 @@ _NAME = re.compile(r"checkpoint-r(\d{4,})-\d{12,}\.\w+")
 
 @dataclass
 class FolderState:
-    """State that a framework keeps in a folder, with the two methods of a thing that is kept."""
+    """State that a framework keeps in a folder, with the two methods of what is kept."""
 
     # name of the framework's object, one word
     kind: str
@@ -82,15 +82,15 @@ class FolderState:
         self.load(self.holder.store.folder / state["folder"])
 
 
-def kept_in_folder(name: str, thing: Any, holder: Keeper) -> Any:
-    """Return the state of accelerate's Accelerator as a folder, any other thing as it is."""
-    methods = (getattr(thing, method, None) for method in ("save_state", "load_state"))
+def kept_in_folder(name: str, kept: Any, holder: Keeper) -> Any:
+    """Return the state of accelerate's Accelerator as a folder, anything else as it is."""
+    methods = (getattr(kept, method, None) for method in ("save_state", "load_state"))
     if not all(map(callable, methods)):
-        return thing
+        return kept
     return FolderState(
         name,
-        lambda folder: thing.save_state(str(folder)),
-        lambda folder: thing.load_state(str(folder)),
+        lambda folder: kept.save_state(str(folder)),
+        lambda folder: kept.load_state(str(folder)),
         holder,
     )
 

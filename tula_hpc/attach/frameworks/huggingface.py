@@ -54,7 +54,7 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
         self.keeper = keeper
         self.trainer: Any = None
         # the Trainer's folder in the checkpoint that it goes on from; None: there is none
-        self.found: Path | None = None
+        self.checkpoint: Path | None = None
         self.in_epoch = False
         # the Trainer's step after which a stop was last looked for
         self.looked = 0
@@ -101,7 +101,7 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
             return original(*args, **kwargs)
 
         trainer.get_batch_samples = get_batch_samples
-        if self.found is None:
+        if self.checkpoint is None:
             return None
         # a resume is no start, and early stopping would count an evaluation at it
         trainer.args.eval_on_start = False
@@ -110,7 +110,7 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
         trainer._init_training_state = partial(self._place, trainer._init_training_state)
         module = sys.modules[Trainer.__module__]
         vars(module)["skip_first_batches"] = partial(_skip, vars(module)["skip_first_batches"])
-        return str(self.found)
+        return str(self.checkpoint)
 
     def _place(
         self, original: Callable[..., Any], steps: int, of_epoch: int, epochs: int, *others: Any
@@ -130,7 +130,7 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
             self.trainer._save_checkpoint(self.trainer.model_wrapped, trial=None)
 
     def _note(self, folder: Path) -> None:
-        (self.found,) = folder.glob("checkpoint-*")
+        (self.checkpoint,) = folder.glob("checkpoint-*")
 
     def on_epoch_begin(
         self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any
@@ -144,7 +144,7 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
         self.keeper.history.load_from(train_dataloader, args.world_size)
         # from other data sets, the batches before are skipped by their indices
         is_stream = isinstance(self.trainer.train_dataset, IterableDataset)
-        self.keeper.history.load_ahead(batches if is_stream else 0, self.keeper.found)
+        self.keeper.history.load_ahead(batches if is_stream else 0, self.keeper.saved_numbers)
         self.in_epoch = True
         self.looked = state.global_step
 
@@ -252,13 +252,13 @@ def _train_no_further(trainer: Any) -> None:
 
 
 @contextmanager
-def _changed(thing: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Give attributes of a thing other values within the block."""
-    before = {name: getattr(thing, name) for name in values}
+def _changed(holder: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """Give attributes of an object other values within the block."""
+    before = {name: getattr(holder, name) for name in values}
     try:
         for name, value in values.items():
-            setattr(thing, name, value)
+            setattr(holder, name, value)
         yield
     finally:
         for name, value in before.items():
-            setattr(thing, name, value)
+            setattr(holder, name, value)

@@ -60,7 +60,7 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         self.keeper = keeper
         self.trainer: Any = None
         # Lightning's file in the checkpoint that it goes on from; None: there is none
-        self.found: Path | None = None
+        self.checkpoint: Path | None = None
         # stream of the epoch's loader
         self.stream: Any = None
         # what Lightning's checkpoint lacks: while one is saved, or until a loaded one is restored
@@ -81,9 +81,9 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
             # a Tuner's search for a rate or a batch is no training
             is_search = any(getattr(each, "_early_exit", False) for each in trainer.callbacks)
             if callback in trainer.callbacks and not is_search:
-                found = callback.take(trainer)
-                if found is not None:
-                    given.arguments["ckpt_path"] = found
+                checkpoint = callback.take(trainer)
+                if checkpoint is not None:
+                    given.arguments["ckpt_path"] = checkpoint
             return original(*given.args, **given.kwargs)
 
         Trainer.fit = fit
@@ -128,7 +128,7 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         after(loop.epoch_loop, "on_run_start", self._unless_searching(self._go_on))
         after(loop.epoch_loop, "on_advance_end", self._unless_searching(self._end_batch))
         after(loop, "on_advance_end", self._unless_searching(self._end_epoch))
-        if self.found is None:
+        if self.checkpoint is None:
             return None
         for each in trainer.callbacks:
             if isinstance(each, SaveConfigCallback):
@@ -137,7 +137,7 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
             elif isinstance(each, LearningRateFinder):
                 # the rate that it found is in the checkpoint
                 each.on_fit_start = lambda *_: None
-        return str(self.found)
+        return str(self.checkpoint)
 
     def _unless_searching(self, then: Callable[..., None]) -> Callable[..., None]:
         """Return a function that does nothing in a search for a rate, which removes callbacks."""
@@ -182,7 +182,7 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         self.more = state
 
     def _note(self, folder: Path) -> None:
-        self.found = folder / FILE
+        self.checkpoint = folder / FILE
 
     def _rehearse(
         self, model: Any, then: Callable[[], None], rehearse: Callable[..., None]
@@ -209,13 +209,13 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
         only = combined.flattened[0] if len(combined.flattened) == 1 else combined
-        found = dict(self.keeper.found)
+        numbers = dict(self.keeper.saved_numbers)
         if self.keeper.progress.batches and _draws_late(combined):
             begin = partial(self.keeper.history.begin_without_draws, only, begin)
         self.stream = self.keeper.open(only, begin)
         if self.keeper.progress.batches and sized_len(combined) is None:
             # Lightning loads the next batch of a stream at once, to know whether there is one
-            self.keeper.history.load_ahead(0, found)
+            self.keeper.history.load_ahead(0, numbers)
 
     # hooks of Lightning's
 
@@ -247,14 +247,14 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         # many log them in groups, as val/loss
         logged = trainer.callback_metrics.items()
         metrics = {name.replace("/", "_"): value for name, value in logged}
-        found = {}
+        scores = {}
         for score, names in SCORES.items():
             known = [float(metrics[name]) for name in names if name in metrics]
             if known:
-                found[score] = known[0]
+                scores[score] = known[0]
         if "train_loss" in metrics:
-            found["train_loss"] = float(metrics["train_loss"])
-        self.keeper.report(found)
+            scores["train_loss"] = float(metrics["train_loss"])
+        self.keeper.report(scores)
 
     def _go_on(self, data_fetcher: Any) -> None:
         """Begin a resumed epoch also for callbacks that schedule or average in it."""

@@ -33,12 +33,12 @@ def modules_with(owned: set[Tensor]) -> list[nn.Module]:
 
     A wrapper has the same parameters as the module inside it, but one module more.
     """
-    found = []
-    for thing in _called():
-        if owned <= set(thing.parameters()):
-            found.append((size_of(thing), len(list(thing.modules())), thing))
-    found.sort(key=lambda each: each[:2])
-    return [module for size, _, module in found if size == found[0][0]]
+    holders = []
+    for module in _called():
+        if owned <= set(module.parameters()):
+            holders.append((size_of(module), len(list(module.modules())), module))
+    holders.sort(key=lambda each: each[:2])
+    return [module for size, _, module in holders if size == holders[0][0]]
 
 
 def parts_with(owned: set[Tensor]) -> list[nn.Module]:
@@ -46,7 +46,7 @@ def parts_with(owned: set[Tensor]) -> list[nn.Module]:
 
     An optimizer may train several models that no common module holds, as a CycleGAN's does.
     """
-    parts = [thing for thing in _called() if owned.issuperset(thing.parameters())]
+    parts = [module for module in _called() if owned.issuperset(module.parameters())]
     largest = max(parts, key=size_of, default=None)
     if largest is None or not size_of(largest):
         return []
@@ -68,18 +68,18 @@ def watch_freezing() -> None:
 
 def _note_frozen() -> None:
     for kind in (nn.Module, Optimizer):
-        for thing in objects_of(kind):
-            FROZEN[id(thing)] = thing
+        for instance in objects_of(kind):
+            FROZEN[id(instance)] = instance
 
 
 def objects_of(kind: type[T]) -> Iterator[T]:
     """Yield all existing objects of a class."""
     known = set[int]()
-    for thing in itertools.chain(list(FROZEN.values()), gc.get_objects()):
+    for instance in itertools.chain(list(FROZEN.values()), gc.get_objects()):
         # not isinstance: it asks for `__class__`, which makes lazy objects of libraries load
-        if issubclass(type(thing), kind) and id(thing) not in known:
-            known.add(id(thing))
-            yield thing
+        if issubclass(type(instance), kind) and id(instance) not in known:
+            known.add(id(instance))
+            yield instance
 
 
 def name_of(model: nn.Module) -> str:

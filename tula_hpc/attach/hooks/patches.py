@@ -18,16 +18,16 @@ from torch.utils.hooks import RemovableHandle
 from tula_hpc.ddp.rendezvous import LOOPBACK
 
 
-def after(thing: Any, name: str, then: Callable[..., None]) -> None:
+def after(holder: Any, name: str, then: Callable[..., None]) -> None:
     """Call a function after each call of an object's or a class's method, with its arguments."""
-    original = getattr(thing, name)
+    original = getattr(holder, name)
 
     @wraps(original)
     def method(*args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
         then(*args)
 
-    setattr(thing, name, method)
+    setattr(holder, name, method)
 
 
 def before(modules: Sequence[Any], name: str, then: Callable[[], None]) -> None:

@@ -73,7 +73,7 @@ class Keeper(SafePoints):
         # random numbers at the beginning of the epoch and of the loader, for a checkpoint
         self.began = {"epoch": "", "loader": ""}
         # the checkpoint's random numbers by moment, until they are restored
-        self.found: dict[str, str] = {}
+        self.saved_numbers: dict[str, str] = {}
         # loaders of this epoch or the last, and the checkpoint's states of generators, by place
         self.loaders: dict[int, Iterable[Any]] = {}
         self.generators: dict[str, list[str]] = {}
@@ -89,11 +89,11 @@ class Keeper(SafePoints):
         self.has_empty_epoch = False
         self.marked = 0.0
 
-    def keep(self, things: Mapping[str, Any]) -> None:
-        """Keep things, and give them the states of the checkpoint, if there is one.
+    def keep(self, objects: Mapping[str, Any]) -> None:
+        """Keep objects, and give them the states of the checkpoint, if there is one.
 
         Raises:
-            InputError: A thing has no state, the checkpoint lacks its state, or epochs have begun.
+            InputError: An object has no state, the checkpoint lacks its state, or epochs have begun.
         """
         if self.has_begun:
             raise InputError("call it before the loop over tula.epochs", source="tula.keep")
@@ -103,10 +103,10 @@ class Keeper(SafePoints):
             self._restore_progress()
             if self.loaded is not None and SCALING in self.kept:
                 self._restore(SCALING, self.kept[SCALING], self.loaded)
-        for name, given in things.items():
-            thing = kept_in_folder(name, given, self)
-            require_state(name, thing)
-            self._keep_one(name, thing)
+        for name, given in objects.items():
+            kept = kept_in_folder(name, given, self)
+            require_state(name, kept)
+            self._keep_one(name, kept)
 
     def _latest(self) -> LoadedCheckpoint | None:
         """Return the newest checkpoint that the script can go on from."""
@@ -125,12 +125,12 @@ class Keeper(SafePoints):
             self.steps.log_event("resumed", detail, data)
         return None
 
-    def _keep_one(self, name: str, thing: Any) -> None:
-        self.kept[name] = thing
+    def _keep_one(self, name: str, kept: Any) -> None:
+        self.kept[name] = kept
         if self.loaded is not None:
-            self._restore(name, thing, self.loaded)
+            self._restore(name, kept, self.loaded)
 
-    def _restore(self, name: str, thing: Any, loaded: LoadedCheckpoint) -> None:
+    def _restore(self, name: str, kept: Any, loaded: LoadedCheckpoint) -> None:
         states = loaded.state["kept"]
         if name not in states:
             raise InputError(
@@ -139,7 +139,7 @@ class Keeper(SafePoints):
                 source=f"tula.keep({name}=…)",
             )
         try:
-            thing.load_state_dict(states[name])
+            kept.load_state_dict(states[name])
         except (RuntimeError, ValueError, KeyError) as error:
             raise InputError(
                 f"its state in {loaded.path.name} does not fit; if the script was changed, undo "
@@ -154,14 +154,14 @@ class Keeper(SafePoints):
         self.go_on_from(loaded)
         self.steps.metrics.critical_batch.load_state_dict(loaded.state["critical_batch"])
         # this worker's numbers; those of "now" hold only for the same number of workers
-        self.found = {
+        self.saved_numbers = {
             moment: texts[self.spec.rank % len(texts)]
             for moment, texts in loaded.state["random"].items()
             if moment != "now" or len(texts) == self.spec.world_size
         }
-        self.generators = json.loads(self.found.pop("generators"))
-        self.beginnings.load(self.found.pop("beginnings", "{}"))
-        self.history.load_state(self.found.pop("history", "[{}, {}]"))
+        self.generators = json.loads(self.saved_numbers.pop("generators"))
+        self.beginnings.load(self.saved_numbers.pop("beginnings", "{}"))
+        self.history.load_state(self.saved_numbers.pop("history", "[{}, {}]"))
 
     # the script's loops
 
@@ -194,18 +194,18 @@ class Keeper(SafePoints):
             self._end_epoch(is_last=epoch + 1 >= count)
         if place == len(loops):
             # no epoch was left: what follows goes on with the random numbers of the epochs' end
-            if "epoch" in self.found:
-                set_random_state(self.found.pop("epoch"))
+            if "epoch" in self.saved_numbers:
+                set_random_state(self.saved_numbers.pop("epoch"))
             loops.append(min(self.progress.epoch, first + count))
 
     def begin_draws(self) -> None:
         """Give random numbers the states that they had at this epoch's beginning."""
-        if "epoch" in self.found:
-            set_random_state(self.found.pop("epoch"))
+        if "epoch" in self.saved_numbers:
+            set_random_state(self.saved_numbers.pop("epoch"))
         is_new = not self.progress.calls and not self.progress.batches
         if is_new:
             # nothing of the epoch was done
-            self.found = {}
+            self.saved_numbers = {}
             self.history.begin_epoch()
         self.beginnings.begin_epoch(is_new=is_new)
         self.began["epoch"] = random_state()
@@ -316,16 +316,16 @@ class Keeper(SafePoints):
     ) -> Stream:
         progress, passed = self.progress, None
         self.history.load_from(loader, self.spec.world_size)
-        if "loader" in self.found:
-            set_random_state(self.found.pop("loader"), loader)
+        if "loader" in self.saved_numbers:
+            set_random_state(self.saved_numbers.pop("loader"), loader)
             passed = Passed(progress.batches, progress.batch_size, progress.workers)
             # a loader of accelerate's
             if hasattr(loader, "base_dataloader"):
-                self.history.load_ahead(progress.batches, self.found)
+                self.history.load_ahead(progress.batches, self.saved_numbers)
         self.began["loader"] = random_state(loader)
         stream = Stream(loader, passed, self.spec.world_size, begin)
-        if "now" in self.found:
-            set_random_state(self.found.pop("now"), loader)
+        if "now" in self.saved_numbers:
+            set_random_state(self.saved_numbers.pop("now"), loader)
             self.beginnings.go_on()
         self.history.catch_up()
         # count batches of the loader's present size
@@ -415,7 +415,7 @@ class Keeper(SafePoints):
             for model in self.steps.models:
                 self.rehearse(model, self._forget_pass)
             self.log_resume(self.loaded, began_at=settings.job_began_at)
-        # frees the tensors, which the kept things have taken over
+        # frees the tensors, which the kept objects have taken over
         self.loaded = None
         self.has_begun = True
 
@@ -447,7 +447,7 @@ class Keeper(SafePoints):
         # including the checkpoint's states for places that this process has not come to
         moments["generators"] = json.dumps(self.generators | begun)
         random = {moment: self.worker.texts(text) for moment, text in moments.items()}
-        kept = {name: state_of(thing) for name, thing in self.kept.items()}
+        kept = {name: state_of(each) for name, each in self.kept.items()}
         if not self.is_main:
             return {}
         return {

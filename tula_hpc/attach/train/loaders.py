@@ -422,10 +422,10 @@ class LoaderHistory:
         """Note that a framework takes the batches of its next step, the first loaded already."""
         self._taken = (self._before(iterator), random_numbers())
 
-    def load_ahead(self, passed: int, found: Mapping[str, str]) -> None:
+    def load_ahead(self, passed: int, numbers: Mapping[str, str]) -> None:
         """Have the batch after `passed` ones loaded with the checkpoint's random numbers for it."""
-        if found.get("ahead") and "now" in found:
-            self._found = (passed * self.parts, found["ahead"], found["now"])
+        if numbers.get("ahead") and "now" in numbers:
+            self._found = (passed * self.parts, numbers["ahead"], numbers["now"])
 
     def begin_without_draws(self, loader: object, begin: Callable[[], Any]) -> Any:
         """Begin to load, and restore the random numbers from before, the loader's own, too."""

@@ -105,23 +105,23 @@ def _unpadded(content: bytes) -> str:
     return content[8 : 8 + length].decode()
 
 
-def require_state(name: str, thing: Any) -> None:
-    """Refuse to keep a thing that has no state, such as a plain number or a dictionary.
+def require_state(name: str, kept: Any) -> None:
+    """Refuse to keep what has no state, such as a plain number or a dictionary.
 
     Raises:
         InputError: It lacks `state_dict` or `load_state_dict`.
     """
     for method in ("state_dict", "load_state_dict"):
-        if not callable(getattr(thing, method, None)):
-            kind = type(thing).__name__
+        if not callable(getattr(kept, method, None)):
+            kind = type(kept).__name__
             raise InputError(f"a {kind} has no {method}", source=f"tula.keep({name}=…)")
 
 
-def state_of(thing: Any) -> Any:
-    """Return the state of a kept thing; a sharded optimizer's is gathered on rank 0. Collective."""
-    if isinstance(thing, torch.optim.Optimizer):
-        consolidate(thing)
-    return _plain(thing.state_dict())
+def state_of(kept: Any) -> Any:
+    """Return the state of a kept object; a sharded optimizer's is gathered on rank 0. Collective."""
+    if isinstance(kept, torch.optim.Optimizer):
+        consolidate(kept)
+    return _plain(kept.state_dict())
 
 
 def _plain(value: Any) -> Any:
@@ -135,22 +135,22 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def lacking_in(things: Mapping[str, Any], model: nn.Module, *optimizers: Optimizer) -> str:
-    """Return in words what kept things lack of a model's weights and optimizers' states; or "".
+def lacking_in(kept: Mapping[str, Any], model: nn.Module, *optimizers: Optimizer) -> str:
+    """Say what kept objects lack of a model's weights and optimizers' states; "": nothing.
 
     An optimizer around another one may leave the inner one's momentum out of its own state. On
-    other workers than rank 0 the states of things may be empty.
+    other workers than rank 0 these states may be empty.
 
     Raises:
         InputError: One of them has no state.
     """
     # accelerate's objects keep everything; a sharded optimizer's state is whole on no worker
     whole = ("save_state", "consolidate_state_dict")
-    if not things or any(hasattr(thing, name) for thing in things.values() for name in whole):
+    if not kept or any(hasattr(each, name) for each in kept.values() for name in whole):
         return ""
-    for name, thing in things.items():
-        require_state(name, thing)
-    held = _plain_tensors([state_of(thing) for thing in things.values()])
+    for name, each in kept.items():
+        require_state(name, each)
+    held = _plain_tensors([state_of(each) for each in kept.values()])
     parts = [(f"weights of {name_of(model)}", _plain_tensors(trained_in(model)))]
     for each in optimizers:
         states = _plain_tensors([*each.state.values()])
@@ -160,7 +160,7 @@ def lacking_in(things: Mapping[str, Any], model: nn.Module, *optimizers: Optimiz
         if not all(any(_is_same(tensor, each) for each in held) for tensor in tensors[:1]):
             return (
                 f"the {name} would begin anew after a stop, as nothing that is kept "
-                f"({', '.join(things)}) has it in its state: keep that, too; of an optimizer "
+                f"({', '.join(kept)}) has it in its state: keep that, too; of an optimizer "
                 "around another one keep both, the inner one first"
             )
     return ""

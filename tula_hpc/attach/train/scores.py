@@ -46,15 +46,15 @@ def as_share(name: str, value: float, *, is_percent: bool = False) -> float:
 
 def known_scores(reported: Mapping[str, Any]) -> dict[str, float]:
     """Return a script's scores as records have them; a name that is not known is said to be so."""
-    found: dict[str, float] = {}
+    scores: dict[str, float] = {}
     for name, value in reported.items():
         if name not in SCORES:
             known = ", ".join(SCORES)
             words = f"tula.report: {name!r} is not a known score; expected one of {known}"
             sys.stderr.write(f"{words}\n")
         elif math.isfinite(float(value)):
-            found[name] = as_share(name, float(value))
-    return found
+            scores[name] = as_share(name, float(value))
+    return scores
 
 
 class Scores:
@@ -119,24 +119,24 @@ class Scores:
     def _take_line(self, line: str) -> None:
         if self.pattern is None:
             return
-        found = self.pattern.search(line)
-        if found is None:
+        match = self.pattern.search(line)
+        if match is None:
             return
         scores: dict[str, float] = {}
-        for name, text in found.groupdict().items():
+        for name, text in match.groupdict().items():
             # a group may be unmatched, or hold no number
             with contextlib.suppress(TypeError, ValueError):
                 # other groups of the expression are the user's own
                 if name in SCORES and math.isfinite(value := float(text)):
                     scores[name] = value
         if scores:
-            self._note(found, scores)
+            self._note(match, scores)
 
-    def _note(self, found: re.Match[str], scores: dict[str, float]) -> None:
+    def _note(self, match: re.Match[str], scores: dict[str, float]) -> None:
         """Note scores as printed; if they turn out to be percent, note earlier ones anew."""
         noted = [(self._size(), scores)]
         if not self._is_percent:
-            signs = {name: found.string[found.end(name) :].lstrip()[:1] for name in scores}
+            signs = {name: match.string[match.end(name) :].lstrip()[:1] for name in scores}
             self._is_percent = any(
                 "accuracy" in name and (scores[name] > LARGEST_SHARE or sign == "%")
                 for name, sign in signs.items()
@@ -168,12 +168,12 @@ class Scores:
         Later scores of an epoch replace earlier ones.
         """
         # taken before the file is read, so that it holds all lines from before they were printed
-        found = [self._found.popleft() for _ in range(len(self._found))]
+        scores = [self._found.popleft() for _ in range(len(self._found))]
         if self._is_percent and not self.files.percent_file.exists():
             self.files.percent_file.touch()
             self._correct_earlier()
-        if found:
-            write_scores(self.files.metrics_file, found)
+        if scores:
+            write_scores(self.files.metrics_file, scores)
 
     def _correct_earlier(self) -> None:
         """Correct accuracies of earlier starts, which were taken for shares and are percent."""
@@ -187,8 +187,8 @@ class Scores:
 
 def last_scores(metrics_file: Path) -> dict[str, float]:
     """Return the last known value of each score."""
-    found: dict[str, float] = {}
+    latest: dict[str, float] = {}
     for row in read_metrics(metrics_file).epochs:
         values = {name: getattr(row, name) for name in SCORES}
-        found |= {name: value for name, value in values.items() if value is not None}
-    return found
+        latest |= {name: value for name, value in values.items() if value is not None}
+    return latest

@@ -104,9 +104,9 @@ class ScriptJob:
         peers.announce(self._judged(self._watch(start, meeting, peers), peers))
         self.allocation.broadcast(str)
         outcomes = peers.outcomes(self.place.world_size)
-        found = worst(outcomes)
-        if not found.is_done:
-            self._fail(found)
+        end = worst(outcomes)
+        if not end.is_done:
+            self._fail(end)
         ends = [TrainedSoFar.model_validate(each.message.result) for each in outcomes]
         restarts = max(start.restarts, ends[0].restarts)
         self.progress = ends[0].model_copy(update={"restarts": restarts})
@@ -310,17 +310,17 @@ class ScriptJob:
 
     # end
 
-    def _fail(self, found: ProcessEnd) -> NoReturn:
+    def _fail(self, end: ProcessEnd) -> NoReturn:
         from tula_hpc.attach.processes import end_as
         from tula_hpc.training.ending import record_oom
 
         at, rank = self.job.configuration, self.place.rank
-        held = found.message.held
+        held = end.message.held
 
         def record(failure: Failure) -> None:
             record_oom(self.job, self.env, failure, held)
 
-        end_as(found, at, rank, record, lambda: self.allocation.broadcast(str))
+        end_as(end, at, rank, record, lambda: self.allocation.broadcast(str))
 
     def _leave(self) -> str:
         """Ask for a requeue, see `ending.leave`; fail if another job would get no further."""
