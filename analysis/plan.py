@@ -1,6 +1,6 @@
 """Plan from measurements: `make_plan`, and the command that calls it. Neither submits anything.
 
-    tula plan RUN [--objective knee|time|cost|weighted] [--set section.key=value ...] [--what-if]
+    tula plan RUN [--objective KIND] [--set SECTION.KEY=VALUE ...] [--what-if]
     [--json] [--write]
 
 Modules that compute with NumPy are imported late, so that `--help` and messages about wrong
@@ -161,9 +161,9 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="a key of the sweep or the cluster file that leaves measurements valid, for example "
-        "objective.deadline_hours=12, pricing.basis=spot or "
-        "partitions.NAME.pricing.usd_per_node_hour=2",
+        help="another value of a key on which no measurement depends, for example "
+        "objective.deadline_hours=12, cluster.pricing.basis=spot or "
+        "cluster.partitions.NAME.pricing.usd_per_node_hour=2; repeatable",
     )
     parser.add_argument(
         "--what-if",

@@ -44,9 +44,9 @@ def add_input_options(parser: argparse.ArgumentParser) -> None:
         type=_assignment,
         action="append",
         default=[],
-        metavar="section.key=value",
-        help="override a key of the sweep; cluster.key=value for a key of the cluster, and "
-        "cluster.partitions.NAME.key=value for one of a partition; repeatable",
+        metavar="SECTION.KEY=VALUE",
+        help="override a key of the sweep; cluster.KEY=VALUE for a key of the cluster, and "
+        "cluster.partitions.NAME.KEY=VALUE for one of a partition; repeatable",
     )
     parser.add_argument(
         "--dry-run",

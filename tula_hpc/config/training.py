@@ -121,10 +121,10 @@ class TrainingSpec(Spec):
 
     method: Method = "ags"
     """Method for the large batch: scaled gradients (ags, adascale, static), a scaled rate (lrs,
-    sqrt), rates by layer (lars, lamb), averaged models (polo), or none (lbt).
+    sqrt), rates by layer (lars, lamb), averaged models (polo), or none (lbt, a script's default).
     """
     base_batch: int = Field(default=128, ge=1, le=2**30)
-    """Global batch that `workload.lr` was chosen for; scaling starts there."""
+    """Global batch that `workload.lr`, or a script's rate, was chosen for; scaling starts there."""
     warmup_epochs: float | None = Field(default=None, ge=0)
     """Epochs over which the learning rate grows to its value; without it as many as the method
     needs.

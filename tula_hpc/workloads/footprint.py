@@ -1,6 +1,6 @@
 """Estimate of a worker's memory before any step was run, counted on fake tensors.
 
-`tula footprint SWEEP.toml [--cluster CLUSTER.toml] [--set section.key=value ...] [--partition NAME]
+`tula footprint SWEEP.toml [--cluster CLUSTER.toml] [--set SECTION.KEY=VALUE ...] [--partition NAME]
 [--json]`
 
 The workload's model is built without memory, and forward pass, backward pass and optimizer run on
@@ -36,6 +36,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from tula_hpc.command_errors import CommandParser, exit_code_of
 from tula_hpc.config import (
     GIB,
     ClusterSpec,
@@ -47,8 +48,7 @@ from tula_hpc.config import (
     sweep_for,
 )
 from tula_hpc.config.workload import DATASETS
-from tula_hpc.env import begin_process
-from tula_hpc.errors import InputError
+from tula_hpc.errors import InputError, StageError
 from tula_hpc.files import write_out
 from tula_hpc.formatting import plural, printable_output
 from tula_hpc.records import Footprint
@@ -243,8 +243,10 @@ def _describe(footprint: Footprint) -> Iterator[str]:
 @printable_output()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0 done, 1 cannot be estimated, 2 wrong input."""
-    options = _parser().parse_args(arguments)
-    begin_process()
+    return exit_code_of(_run, _parser().parse_args(arguments), again=False)
+
+
+def _run(options: argparse.Namespace) -> int:
     if warning := exposure_warning(options.set):
         print(f"warning: {warning}", file=sys.stderr)
     try:
@@ -263,14 +265,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name: estimate_footprint(sweep, part, host_bytes=host_bytes[name])
             for name, part in parts.items()
         }
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except Exception as error:  # noqa: BLE001 # the user's code may raise anything
+    except InputError:
+        raise
+    # the user's code may raise anything
+    except Exception as error:
         from tula_hpc.user_code import describe_error
 
-        print(f"cannot be estimated: {describe_error(error)}", file=sys.stderr)
-        return 1
+        raise StageError(f"cannot be estimated: {describe_error(error)}") from error
     lines: list[str] = []
     for name, footprint in footprints.items():
         if options.json:
@@ -301,11 +302,11 @@ def _partition_names(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="tula footprint",
         description="Estimate a worker's memory without running a step and without a GPU.",
     )
-    parser.add_argument("sweep", type=Path, metavar="SWEEP.toml")
+    parser.add_argument("sweep", type=Path, metavar="SWEEP.toml", help="what to train")
     parser.add_argument(
         "--cluster", type=Path, metavar="CLUSTER.toml", help="device and memory limit"
     )
@@ -313,12 +314,15 @@ def _parser() -> argparse.ArgumentParser:
         "--set",
         action="append",
         default=[],
-        metavar="section.key=value",
-        help="override a key of the sweep, or of the cluster as cluster.key=value, and of one of "
-        "its partitions as cluster.partitions.NAME.key=value; repeatable",
+        metavar="SECTION.KEY=VALUE",
+        help="override a key of the sweep; cluster.KEY=VALUE for a key of the cluster, and "
+        "cluster.partitions.NAME.KEY=VALUE for one of a partition; repeatable",
     )
     parser.add_argument(
-        "--partition", default="", help="which of the cluster's [[partitions]] (default: each)"
+        "--partition",
+        default="",
+        metavar="NAME",
+        help="which of the cluster's [[partitions]] (default: each)",
     )
     parser.add_argument("--json", action="store_true", help="print the record as JSON")
     return parser
