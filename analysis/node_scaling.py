@@ -11,8 +11,8 @@ that was profiled and can run the batch:
 
 Step times are the plan's: measured ones, or else those of the model that is fitted to all
 measurements. Intervals hold the truth with 90 % probability. Those of times and node-hours are the
-plan's. Those of speed-up and efficiency come from models drawn from the fit's uncertainty, each of
-which predicts both steps, and from the covariance of the two steps, so that shared errors cancel.
+plan's. In those of speed-up and efficiency errors that both steps share cancel: each model drawn
+from the fit's uncertainty predicts both steps, and the covariance of the two steps counts.
 """
 
 from __future__ import annotations

@@ -311,9 +311,9 @@ def recovered_share(
 ) -> float | None:
     """Return (method − lbt) / (small batch − lbt), in mean test accuracies.
 
-    0 means no better than plain large-batch training, 1 as good as the small batch. None if one of
-    the three is unknown, if a run of one of them diverged (the mean of the others would hide it),
-    or if plain training lost less than `least_loss`.
+    0 means no better than plain large-batch training, 1 as good as the small batch. None if plain
+    training lost less than `least_loss`, if one of the three is unknown, or if one of its runs
+    diverged, which the mean of the others would hide.
     """
     if plain is None or small is None or entry.diverged or plain.diverged or small.diverged:
         return None

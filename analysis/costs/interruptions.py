@@ -61,8 +61,8 @@ def expected_time_s(
     """Return the expected seconds of work with preemptions (Daly, equation 20).
 
     The result is infinite where preemptions leave no progress. Work shorter than an interval is one
-    segment, charged the same fraction of a checkpoint as of the interval, so that checkpoints cost
-    the same share of all work, as in `pricing.bill`. In the module's letters: work T_s, interval τ,
+    segment, with the same fraction of a checkpoint as of the interval: checkpoints then cost the
+    same share of all work, as in `pricing.bill`. In the module's letters: work T_s, interval τ,
     between M, write δ, restart R.
     """
     segment_s = np.where(work_s > 0.0, np.minimum(interval_s, work_s), interval_s)

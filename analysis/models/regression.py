@@ -247,11 +247,15 @@ def relative_spread(
 ) -> Array:
     """Return the half-width, in logarithms, of the interval of a new measurement.
 
-    `t × σ × sqrt(1 + g C gᵀ + unseen)`: Student's t on the degrees of freedom that the rows leave,
-    σ from their residuals and the prior belief (inverse gamma), g the gradient of the prediction's
-    logarithm, `relative_gradients` (m, p), C the covariance of the fit, `unseen` (m,) the variance
-    that no row could show, in units of σ². Only the residuals of `rows` count, a mask (n,) of the
-    rows of the predicted kind.
+    It is `t × σ × sqrt(1 + g C gᵀ + unseen)`, with
+
+        t       Student's t on the degrees of freedom that the rows leave
+        σ       from the rows' residuals and the prior belief (inverse gamma)
+        g       gradient of the prediction's logarithm, `relative_gradients` (m, p)
+        C       covariance of the fit
+        unseen  variance that no row could show (m,), in units of σ²
+
+    Only the residuals of `rows` count, a mask (n,) of the rows of the predicted kind.
 
     Raises:
         ValueError: `level` is not between 0 and 1.

@@ -57,9 +57,9 @@ def choose(
     "knee" takes the cheapest candidate within 3 % of the fastest with a global batch up to the knee
     of the fitted curves. If constraints leave none there, it takes the smallest batch beyond.
     "kneedle" has a knee of its own, in the search's range, and includes batches up to half an
-    octave beyond it. If there is no knee, it takes the smallest global batch within 10 % of the
-    least expected time, on as few nodes as possible, of those the fastest, then the cheapest. Both
-    need `curves`.
+    octave beyond it. If there is no knee, it prefers, in this order: the smallest global batch within
+    10 % of the least expected time, the fewest nodes, the least time, the least cost. Both need
+    `curves`.
     """
     feasible = table.why == FEASIBLE
     if objective.has_knee:
@@ -131,8 +131,8 @@ def _by_knee(
     batch = table.global_batch.astype(np.float64)
     within = feasible & (batch <= batches_up_to(kind, knee.global_batch))
     time_s = table.wall_time_s
-    # Sort candidates as fast as the fastest by cost, then others up to the knee by time, as a share
-    # of at most 1, then those beyond it by batch.
+    # First those as fast as the fastest, by cost; then the others up to the knee, by time, as a
+    # share of at most 1; then those beyond the knee, by batch.
     least_s = time_s[within].min(initial=np.inf)
     slowest_s = time_s[within].max(initial=1e-300)
     as_fast = within & (time_s <= AS_FAST * least_s)

@@ -1,9 +1,9 @@
 """Confirmation of the plan's choice: it was measured itself, or the plan says why it was not.
 
 A training of hours or days is committed to a single configuration. Its predicted step time is the
-least of many, so that errors of the prediction are likelier to favour it than not, and an
-interaction that the model does not know (storage that all nodes share, a batch for which a library
-picks a slow kernel) may hide exactly there. One profile shows it:
+least of many, so that errors of the prediction rather favour it. An effect that the model does not
+know may hide exactly there: storage that all nodes share, or a batch for which a library picks a
+slow kernel. One profile shows it:
 
     cost of a profile / cost of the training = (steps × t_step + start) / T
 

@@ -190,7 +190,8 @@ def _judge_given(reports: Sequence[RankReport]) -> Iterator[Verdict]:
 def _same_device(host: str, name: str, owners: Sequence[RankReport]) -> Verdict:
     who = ", ".join(str(report.rank) for report in owners)
     remedy = (
-        'ask for a GPU for each worker: gres = "gpu:N" with N = workers_per_node, and see gpu_bind'
+        'ask for a GPU for each worker: gres = "gpu:N" with N = workers_per_node; '
+        "if [sbatch] has gpu-bind, remove it"
     )
     return failed(Topic.DEVICES, f"ranks {who} on {host} have the same GPU {name}", remedy, [host])
 

@@ -1,7 +1,7 @@
 """Save a training: copy its state between two steps, and write the copy while training goes on.
 
-Rank 0 writes in a thread of its own, one checkpoint at a time. A write that fails, because the disk
-is full or a later restart has fenced this process out, becomes an error on every worker when the
+Rank 0 writes in a thread of its own, one checkpoint at a time. A write may fail: the disk is full,
+or a later restart has fenced this process out. This becomes an error on every worker when the
 workers next agree on a step.
 """
 

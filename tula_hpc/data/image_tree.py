@@ -1,12 +1,12 @@
 """Folder trees of images, with one folder per class and images anywhere below, and their listings.
 
 A million names take a busy file system minutes to list, and every worker would list them for each
-configuration, so a listing is kept in one of `cache_folders`, where workers and later jobs share
-it. A listing is valid while every folder that it names keeps its modification time, which changes
-when a file or folder in it is made, renamed or deleted. The listing's file name is a hash of the
-tree's path, of the classes left out and of the root's modification time, so that nodes with copies
-of their own keep listings of their own. The file holds a SHA-256 and plain arrays. Nothing is ever
-unpickled. Old files may be deleted at any time.
+configuration. So a listing is kept in one of `cache_folders`, which workers and later jobs share.
+It is valid while every folder that it names keeps its modification time, which changes when a file
+or folder in it is made, renamed or deleted. Its file name is a hash of the tree's path, of the
+classes left out and of the root's modification time: nodes with copies of their own keep listings
+of their own. The file holds a SHA-256 and plain arrays. Nothing is ever unpickled. Old files may be
+deleted at any time.
 """
 
 from __future__ import annotations

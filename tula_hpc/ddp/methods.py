@@ -292,9 +292,9 @@ def _lr_scaling(training: TrainingSpec) -> LrScaling:
 def warmup_epochs(sweep: SweepSpec, global_batch: int) -> float:
     """Return the epochs of warm-up: training.warmup_epochs, or else a default of the method.
 
-    The default is workload.warmup_epochs, but at least `WARMUP_EPOCHS` or a fifth of the training,
-    whichever is less, for LARS, LAMB and post-local SGD at any batch, and for plain training and
-    methods with a scaled rate above `base_batch`, up to which the workload's rate was tuned.
+    The default is workload.warmup_epochs. For LARS, LAMB and post-local SGD it is at least
+    `WARMUP_EPOCHS` or a fifth of the training, whichever is less; beyond `base_batch`, for which
+    the workload's rate was tuned, also for plain training and methods with a scaled rate.
     """
     training, workload = sweep.training, sweep.workload
     if training.warmup_epochs is not None:

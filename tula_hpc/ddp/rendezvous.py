@@ -5,7 +5,7 @@ the place of a rank, or sit on a rank's port and collect the others. So rank 0 f
 a socket of our own: both sides show by HMAC-SHA256 over fresh random numbers that they know the
 job's secret, a file in the submission's private folder. Neither side sends the secret. Once all
 ranks are in, rank 0 starts the store. The store listens on the one address at which the ranks came
-(127.0.0.1 for a job on this machine), accepts connections from the ranks' addresses alone, and its
+(127.0.0.1 for a job on this machine). It accepts connections from the ranks' addresses alone. Its
 keys begin with a random prefix that is sent through the door. README.md says what attacks remain
 possible: by processes on those hosts, and through the open sockets of gloo and NCCL.
 

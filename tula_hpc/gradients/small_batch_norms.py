@@ -49,8 +49,8 @@ class _Pending(NamedTuple):
 class LocalNorms:
     """Squared norms of the workers' own gradients, by parameter, at every backward pass of DDP.
 
-    With W workers and a local batch of b samples, worker i holds g_i, the mean gradient of its own
-    samples, until DDP replaces it by the mean over the workers, g_B with B = W·b. For each tensor
+    Worker i of W holds g_i, the mean gradient of its own b samples, until DDP replaces it by g_B,
+    the mean over the workers, with B = W·b. For each tensor
 
         E (1/W) Σ_i |g_i|² = |G|² + tr(Σ)/b          E |g_B|² = |G|² + tr(Σ)/B
 

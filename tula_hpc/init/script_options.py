@@ -1,8 +1,8 @@
 """Read the options of a training script from its source; the script is neither run nor imported.
 
-This finds options of argparse and click, absl's flags, parameters and fields of the functions and
-dataclasses from which typer, Fire, tyro or Hugging Face's `HfArgumentParser` make a command line,
-the keys that a script with Hydra or OmegaConf reads, and variables that a script lets nanoGPT's
+It finds options of argparse and click, and absl's flags; parameters of functions and fields of
+dataclasses from which typer, Fire, tyro or Hugging Face's `HfArgumentParser` make a command line;
+keys that a script with Hydra or OmegaConf reads; and variables that a script lets nanoGPT's
 configurator set.
 """
 

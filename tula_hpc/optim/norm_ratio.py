@@ -10,10 +10,10 @@ norms are means.
 
 With the spike guard l̂ is the larger of the average and this update's own squared norm, if every
 step has norms of its own. The average does not yet reflect a gradient that has just become many
-times as long, and networks without normalization layers do not recover from a step along such a
-gradient that is lengthened like the steps before it. With the guard, exponent 2 and an average of
-b_small's norms that has not followed yet, such a step is shorter than the steps before it. Norms
-from a reference pass have no guard: their fluctuation would shorten all steps until the next pass.
+times as long. If a step along it is lengthened like the steps before, networks without
+normalization layers do not recover. With the guard, exponent 2 and an average of b_small's norms
+that has not followed yet, such a step is shorter than the steps before it. Norms from a reference
+pass have no guard: their fluctuation would shorten all steps until the next pass.
 """
 
 from __future__ import annotations

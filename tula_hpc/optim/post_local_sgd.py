@@ -82,8 +82,8 @@ class EpochAverager(ModelAverager):
 def average_over_workers(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Replace tensors by their mean over the workers, in place and in one all-reduce.
 
-    torch's own `average_parameters` gives parameters new storage without their memory format, and
-    leaves out those that had no gradient on a worker, so that workers could exchange vectors of
+    torch's own `average_parameters` gives parameters new storage without their memory format. It
+    also leaves out those that had no gradient on a worker: workers could then exchange vectors of
     different lengths.
     """
     tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]

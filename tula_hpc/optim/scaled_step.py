@@ -8,9 +8,8 @@ SGD with weight decay makes a temporary as large as each tensor. Above 32 MiB th
 memory at every step, and the kernel clears each of its pages: for layers of a hundred million
 weights that takes as long as the arithmetic. On a CPU, scaling and step therefore go piece by
 piece, which reuses the memory and so pays for the scaling. The arithmetic is torch's own,
-`torch.optim.sgd.sgd`, and so is its rounding: a tensor is cut only where all operations fall into
-the same vectors of elements, on the same threads, as for the whole of it (`pieces`), else it is one
-piece.
+`torch.optim.sgd.sgd`, and so is its rounding. So a tensor is cut only where all operations then
+fall into the same vectors of elements, on the same threads, as for the whole of it (`pieces`).
 """
 
 from __future__ import annotations
