@@ -6,11 +6,12 @@ import argparse
 import contextlib
 import difflib
 import os
+import re
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -78,8 +79,16 @@ def _take_interrupts() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# argparse's message on a word that is none of an argument's choices; with quotes until Python 3.11
+_NO_CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
+
+
 class CommandParser(argparse.ArgumentParser):
     """Command-line parser that reports a mistake in one line and suggests the closest option."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register("type", Path, _path)
 
     def parse_args(  # type: ignore[override] # the standard library has overloads for other namespaces
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -88,8 +97,7 @@ class CommandParser(argparse.ArgumentParser):
         options: argparse.Namespace
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            near = difflib.get_close_matches(unknown[0], self._option_string_actions, n=1)
-            meant = f" (did you mean {near[0]}?)" if near else ""
+            meant = _meant(unknown[0], self._option_string_actions)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
         try:
             Path.cwd()
@@ -99,7 +107,21 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print a mistake and how to list the options, without argparse's usage block."""
+        if wrong := _NO_CHOICE.search(message):
+            message += _meant(wrong[1], re.findall(r"[\w-]+", wrong[2]))
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def _path(text: str) -> Path:
+    # Path("") is the working directory, which nobody means by an unset shell variable
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, got an empty text")
+    return Path(text)
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def exit_code_of(

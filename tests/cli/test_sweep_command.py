@@ -97,6 +97,22 @@ def test_a_mistake_is_one_line_exit_code_2_and_nothing_is_created(
     assert [path.name for path in sweep_file.parent.iterdir()] == ["small.toml"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "mistake"),
+    [
+        (["--until", "plann"], r"argument --until: invalid choice: .* \(did you mean plan\?\)"),
+        (["--cluster", ""], "argument --cluster: expected a path, got an empty text"),
+        (["--clutser", "c.toml"], r"unrecognized arguments: --clutser c\.toml \(did you mean --cluster\?\)"),
+    ],
+)
+def test_a_mistyped_word_of_the_command_line_is_named(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], mistake: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([str(sweep_file), *arguments])
+    assert re.fullmatch(f"tula sweep: {mistake}; see tula sweep --help\n", capsys.readouterr().err)
+
+
 def measure(run: RunDirectory) -> None:
     """Write a measurement of a job whose end has been handled."""
     run.log_event("submitted", "profile", job_id="1")
