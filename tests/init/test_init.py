@@ -203,6 +203,16 @@ def test_if_nothing_can_be_used_the_reason_is_given_and_nothing_written(
     assert not (tmp_path / "cluster.toml").exists()
 
 
+def test_without_slurm_a_cluster_file_is_said_to_be_needless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main([str(tmp_path / "cluster.toml")]) == 1
+    error = capsys.readouterr().err
+    assert "login node?\nWithout Slurm a sweep needs no cluster file: leave out --cluster.\n" in error
+    assert not (tmp_path / "cluster.toml").exists()
+
+
 def test_an_existing_file_stays(commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put_site(commands, [MadePartition("a")])
     (tmp_path / "cluster.toml").write_text("mine")

@@ -674,9 +674,9 @@ def test_examples_are_written_and_hold_the_demo(tmp_path: Path, capsys: pytest.C
     assert load_sweep(target / "sweeps" / "quickstart.toml").name
     assert {"README.md", "generic.toml"} <= {path.name for path in (target / "slurm_templates").iterdir()}
     assert main(["--examples", str(target)]) == 2
-    for other in (["--json"], ["--force"], ["--partition", "a"]):
+    for other in (["--json"], ["--force"], ["--partition", "a"], ["mine.toml"]):
         assert main(["--examples", str(tmp_path / "others"), *other]) == 2
-        assert "--examples: cannot be combined with other options" in capsys.readouterr().err
+        assert "--examples: cannot be combined with other arguments" in capsys.readouterr().err
         assert not (tmp_path / "others").exists()
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from tula_hpc.command_errors import CommandParser, exit_code_of
-from tula_hpc.errors import InputError, NotConfiguredError
+from tula_hpc.errors import InputError, NotConfiguredError, NotStartedError
 from tula_hpc.files import write_out
 from tula_hpc.formatting import command_line, listed, plural, printable, printable_output
 from tula_hpc.own_sources import find_module, trains_together
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 # links to the folders sweeps/ and slurm_templates/; an installed package has copies of them
 EXAMPLES = Path(__file__).parent.parent / "examples"
+# what to do on a machine that has no Slurm at all
+WITHOUT_SLURM = "Without Slurm a sweep needs no cluster file: leave out --cluster."
 # a machine without any of these commands, or without a configuration for them, has no Slurm
 SLURM_COMMANDS = ("scontrol", "sinfo", "sbatch")
 
@@ -63,7 +65,6 @@ def _parser() -> argparse.ArgumentParser:
         "file",
         type=Path,
         nargs="?",
-        default=Path("cluster.toml"),
         metavar="CLUSTER.toml",
         help="the file to write (default: cluster.toml)",
     )
@@ -108,10 +109,12 @@ class _Cluster(NamedTuple):
 
 def _run(options: argparse.Namespace) -> int:
     if options.examples is not None:
-        others = (options.json, options.force, options.partition, options.script)
+        others = (options.file, options.json, options.force, options.partition, options.script)
         if any(each not in (None, False) for each in others):
-            raise InputError("cannot be combined with other options", source="--examples")
+            message = "cannot be combined with other arguments; leave them out"
+            raise InputError(message, source="--examples")
         return _write_examples(options.examples)
+    options.file = options.file or Path("cluster.toml")
     _refuse_no_cluster_file(options.file)
     script = None if options.script is None else _read_script(options)
     cluster = _cluster(options)
@@ -206,8 +209,10 @@ def _cluster(options: argparse.Namespace) -> _Cluster:
     if not has_script or any(map(shutil.which, SLURM_COMMANDS)):
         try:
             survey = survey_cluster(options.partition)
-        except NotConfiguredError:
+        except (NotConfiguredError, NotStartedError) as error:
             if not has_script:
+                raise type(error)(f"{error}\n{WITHOUT_SLURM}") from None
+            if isinstance(error, NotStartedError):
                 raise
     if survey is None:
         if options.partition is not None:
