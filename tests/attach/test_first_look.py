@@ -115,6 +115,16 @@ def test_the_file_of_init_gets_its_missing_keys(
     assert "gone.toml: no such file; tula init --script writes it" in capsys.readouterr().err
 
 
+def test_an_option_behind_the_script_is_recognized_when_the_script_refuses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    monkeypatch.setattr("tula_hpc.attach.__main__._look", lambda *_: InputError("unrecognized arguments: --into"))
+    assert main(["train.py", "--into", "train.toml"]) == 1
+    assert capsys.readouterr().err.endswith("--into went to the script: write it before train.py\n")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

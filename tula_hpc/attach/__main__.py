@@ -142,6 +142,8 @@ def _run(options: argparse.Namespace) -> int:
     result = _look(Script(script, module, tuple(options.arguments)), counted, options, folder)
     if isinstance(result, TulaError):
         sys.stderr.write(f"{result}\n")
+        if "--into" in options.arguments:
+            sys.stderr.write(f"--into went to the script: write it before {options.script}\n")
         return 1
     shutil.rmtree(folder, ignore_errors=True)
     names = ParsedOptions(**result["options"]).names
