@@ -215,9 +215,10 @@ def assert_scales_go_on(whole: Scenario, cut: Scenario, *, stop: int, accumulati
     return len(set(scales[0]))
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_method_that_scales_goes_on_with_its_averages(tmp_path: Path, accumulation: int) -> None:
-    whole, cut = (Scenario(tmp_path / name, 2, ("--accumulate", str(accumulation))) for name in ("whole", "cut"))
+@pytest.mark.parametrize(("accumulation", "more"), [(1, ()), (2, ()), (1, ("--partner",))])
+def test_a_method_that_scales_goes_on_with_its_averages(tmp_path: Path, accumulation: int, more: Arguments) -> None:
+    arguments = ("--accumulate", str(accumulation), *more)
+    whole, cut = (Scenario(tmp_path / name, 2, arguments) for name in ("whole", "cut"))
     assert assert_scales_go_on(whole, cut, stop=3, accumulation=accumulation) > 3
 
 

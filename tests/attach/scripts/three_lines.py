@@ -2,6 +2,7 @@
 
 three_lines.py --batch-size 8 --epochs 2 --log FOLDER [--samples 128] [--loader-workers 2] [--generator]
                [--accumulate 2] [--width 32] [--pause 0.1] [--largest-batch 4]
+               [--partner]: an optimizer of their own for vectors
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def options_given() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--loader-workers", type=int, default=0)
     parser.add_argument("--generator", action="store_true")
+    parser.add_argument("--partner", action="store_true")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--pause", type=float, default=0.0)
@@ -87,9 +89,13 @@ def main() -> None:
         num_workers=options.loader_workers,
         generator=torch.Generator().manual_seed(5) if options.generator else None,
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    tula.keep(model=model, optimizer=optimizer, scheduler=scheduler)
+    own = [p for p in model.parameters() if p.dim() > 1 or not options.partner]
+    optimizers: dict[str, torch.optim.Optimizer] = {"optimizer": torch.optim.SGD(own, lr=0.1, momentum=0.9)}
+    if options.partner:
+        vectors = [p for p in model.parameters() if p.dim() == 1]
+        optimizers["partner"] = torch.optim.AdamW(vectors, lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizers["optimizer"], 1, 0.5)
+    tula.keep(model=model, **optimizers, scheduler=scheduler)
     options.log.mkdir(exist_ok=True)
     with (options.log / f"losses-{rank}.txt").open("a") as log:
         for epoch in tula.epochs(options.epochs):
@@ -104,8 +110,9 @@ def main() -> None:
                     loss = nn.functional.cross_entropy(model(inputs), targets)
                     (loss / options.accumulate).backward()
                 if number % options.accumulate == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    for optimizer in optimizers.values():
+                        optimizer.step()
+                        optimizer.zero_grad()
                 log.write(f"{float(loss).hex()} {float(inputs.sum()).hex()} {indices.tolist()}\n")
                 log.flush()
             scheduler.step()
