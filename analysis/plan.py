@@ -177,9 +177,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _answer(options: argparse.Namespace) -> str:
-    if not options.run.is_dir():
-        raise InputError(not_a_run(options.run), source=options.run)
     run = RunDirectory(options.run)
+    with run.reading():
+        is_run = run.sweep_file.exists() or run.events_file.exists()
+    if not is_run:
+        raise InputError(not_a_run(options.run), source=options.run)
     if warning := exposure_warning(options.set):
         print(f"warning: {warning}", file=sys.stderr)
     # a sweep must not start training while its plan is being replaced
@@ -323,8 +325,6 @@ def _inputs(
 
     if words := lost_inputs(run):
         raise InputError(words)
-    if not run.sweep_file.exists():
-        raise RunDirectoryError(not_a_run(run.root), source=run.root)
     own_sweep = load_frozen_sweep(run.sweep_file)
     if not run.cluster_file.exists():
         message = "is missing; run the command of the sweep again, which writes it anew"

@@ -55,7 +55,9 @@ def _run(options: argparse.Namespace) -> int:
     runs = list(map(RunDirectory, options.runs))
     for run in runs:
         # checked before the libraries for drawing are loaded
-        if not any(path.exists() for path in (run.sweep_file, run.events_file, run.plan_file)):
+        with run.reading():
+            is_run = any(path.exists() for path in (run.sweep_file, run.events_file, run.plan_file))
+        if not is_run:
             raise RunDirectoryError(not_a_run(run.root), source=run.root)
     from tula_hpc.analysis.report.several.runs_page import write_runs_report
     from tula_hpc.analysis.report.study_page import write_study_report

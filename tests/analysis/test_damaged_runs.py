@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -214,6 +215,24 @@ def test_a_file_that_may_not_be_read_is_named(
             assert command(folder) in CODES
             output = capsys.readouterr()
             assert "Permission denied" in output.err + output.out, name
+
+
+def test_a_run_that_may_not_be_read_is_bad_input_for_every_command(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may read everything, so the test replaces the kernel's answer."""
+    stat = os.stat
+
+    def refuse(path: Any, *rest: Any, **options: Any) -> os.stat_result:
+        if Path(folder, "run") in Path(path if isinstance(path, str | Path) else "").parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *rest, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    for name, command in SWEEP_COMMANDS.items():
+        capsys.readouterr()
+        assert command(folder) == 2, name
+        assert "cannot be read: Permission denied" in capsys.readouterr().err, name
 
 
 def test_a_path_that_is_no_run_directory_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,7 +105,9 @@ FOLDERS = {"profile", "slurm", "train"}
 def _refuse_other_folder(run: RunDirectory) -> None:
     from tula_hpc.analysis.plan import lost_inputs
 
-    if run.root.is_dir() and not run.sweep_file.exists() and not _is_fresh(run.root):
+    with run.reading():
+        is_other = run.root.is_dir() and not run.sweep_file.exists() and not _is_fresh(run.root)
+    if is_other:
         if words := lost_inputs(run):
             raise RunDirectoryError(words)
         words = "is not empty and not a run directory; choose another --run-dir"

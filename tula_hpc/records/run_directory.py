@@ -178,6 +178,19 @@ class RunDirectory:
         self.create()
         return aside
 
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Turn an error of the operating system in this block, which only reads, into bad input.
+
+        Raises:
+            RunDirectoryError: The run directory or one of its files cannot be read.
+        """
+        try:
+            yield
+        except OSError as error:
+            where = error.filename or self.root
+            raise RunDirectoryError(f"cannot be read: {in_words(error)}", source=where) from None
+
     def check_name(self) -> None:
         """Refuse a path that job scripts would change: Slurm and submitit replace %j and the like.
 

@@ -38,7 +38,8 @@ LOGS = 20
 
 EXIT_CODES = """\
 exit codes: 0 finished, or still going on; 1 something failed for good, or waits until somebody acts; 2 bad
-input; 3 nothing goes on by itself: run the same command again; 4 unknown, as the scheduler could not be asked.
+input, or RUN cannot be read; 3 nothing goes on by itself: run the same command again; 4 unknown, as the
+scheduler could not be asked.
 --json prints the same as one JSON object; RunStatus in tula_hpc/status/run_status.py describes its keys.
 """
 

@@ -20,7 +20,6 @@ from tula_hpc.files import (
     MEASUREMENTS_GONE,
     PLAN_WITHOUT_MEASUREMENTS,
     has_no_room,
-    in_words,
     not_a_run,
     open_regular,
 )
@@ -122,14 +121,10 @@ def read_facts(run: RunDirectory) -> Facts:
     Raises:
         RunDirectoryError: The directory does not exist, holds no run, or cannot be read.
     """
-    try:
+    with run.reading():
         if not run.sweep_file.exists() and not run.events_file.exists():
             raise RunDirectoryError(not_a_run(run.root), source=run.root)
         return _read(run)
-    except OSError as error:
-        raise RunDirectoryError(
-            f"cannot be read: {in_words(error)}", source=error.filename or run.root
-        ) from None
 
 
 def _read(run: RunDirectory) -> Facts:
