@@ -63,14 +63,17 @@ def run(
         raise InputError(message, source=options.sweep)
     refuse_impossible(options, spec, cluster, root)
     if options.dry_run:
-        from tula_hpc.cli.dry_run import try_dry
+        from tula_hpc.cli.dry_run import try_dry, with_controller
         from tula_hpc.records import RunDirectory
         from tula_hpc.stages.context import Sweep
         from tula_hpc.stages.study import describe_study
 
         check_run(spec, cluster, root)
         try_dry(Sweep(spec, cluster, RunDirectory(root)))
-        describe_study(spec, cluster, root).show()
+        preview = describe_study(spec, cluster, root)
+        if options.detach:
+            preview = with_controller(preview, spec, cluster, root)
+        preview.show()
         return 0
     sweep, until = open_run(spec, cluster, root), "report" if report else "train"
     with status_at_end(root, wanted=options.json):

@@ -51,11 +51,14 @@ def _run(options: argparse.Namespace) -> int:
     root = run_root(options, spec)
     refuse_impossible(options, spec, cluster, root)
     if options.dry_run:
-        from tula_hpc.cli.dry_run import describe_submission
+        from tula_hpc.cli.dry_run import describe_submission, with_controller
 
         check_run(spec, cluster, root)
         trains = options.until in ("train", "report")
-        describe_submission(spec, cluster, root, trains=trains).show()
+        preview = describe_submission(spec, cluster, root, trains=trains)
+        if options.detach:
+            preview = with_controller(preview, spec, cluster, root)
+        preview.show()
         return 0
     sweep = open_run(spec, cluster, root)
     with status_at_end(root, wanted=options.json):

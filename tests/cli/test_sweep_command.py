@@ -1058,6 +1058,17 @@ def test_dry_run_of_an_array_for_each_size(sweep_file: Path, capsys: pytest.Capt
     assert re.search(r"^#   profile, N=2, 2 tasks  2$", out, re.MULTILINE)
 
 
+def test_dry_run_of_a_detached_sweep_shows_its_controller_job(
+    sweep_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = dry_run(sweep_file, capsys, "--detach", more='controller_partition = "admin"\ncontroller_minutes = 7\n')
+    assert "detached: when these jobs are over, a controller job of at most 7 min on one core submits" in out
+    assert out.count("#!/bin/bash") == 3
+    controller = out.partition("# ---- admin: controller, N=1, 1 task ----")[2]
+    assert "#SBATCH --partition=admin\n" in controller
+    assert "#SBATCH --time=7\n" in controller
+
+
 def test_dry_run_of_all_sizes_in_one_allocation(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = dry_run(sweep_file, capsys, "--set", "search.mode=full", "--set", "search.nest=true")
     assert "2×16, 1×32, 2×32, 1×64, all in one job on 2 nodes" in out
@@ -1205,6 +1216,7 @@ def test_dry_run_of_a_run_that_was_begun_says_what_is_left(
     write_training(run, epochs_done=EPOCHS)
     over = dry_run()
     assert over.splitlines()[1:] == ["the training is over: nothing is submitted, and the report is written again"]
+    assert dry_run("--detach") == over
 
 
 def test_a_sweep_says_which_objective_it_trains_by_where_that_is_not_its_own(

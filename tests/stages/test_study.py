@@ -481,12 +481,13 @@ def test_dry_run_says_what_would_be_trained_and_creates_nothing(
     monkeypatch.chdir(tmp_path)
     loaded(tmp_path, STUDY + "base_lrs = [0.1, 0.2]\n")
     (tmp_path / "c.toml").write_text('name = "c"\nexecutor = "slurm"\ntrain_minutes = 30\narray_parallelism = 3\n')
-    assert main(["sweep.toml", "--cluster", "c.toml", "--dry-run"]) == 0
+    assert main(["sweep.toml", "--cluster", "c.toml", "--dry-run", "--detach"]) == 0
     out = capsys.readouterr().out
     assert "15 trainings of 10 epochs on 1 x 1 workers" in out
     assert "before them 2 trainings to choose the learning rate at B = 128" in out
     assert "at most 8.50 node-hours" in out
     assert "#SBATCH --array=0-14%3" in out
+    assert "# ---- controller, N=1, 1 task ----" in out
     assert main(["sweep.toml", "--set", "study.base_lrs=[0.1]", "--dry-run"]) == 0
     assert "before them 1 training to choose" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"sweep.toml", "c.toml"}

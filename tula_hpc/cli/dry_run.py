@@ -16,6 +16,7 @@ from tula_hpc.env import unix_time
 from tula_hpc.errors import InputError
 from tula_hpc.formatting import plural
 from tula_hpc.records import Candidate, Configuration, RunDirectory, Trial, write_atomically
+from tula_hpc.records.events import CONTROL
 from tula_hpc.stages.batches_that_fit import Estimate, estimate, none_fits
 from tula_hpc.stages.context import Sweep
 from tula_hpc.stages.plan import plan_is_good
@@ -96,6 +97,22 @@ def _with_training(sweep: Sweep, begun: Iterable[Beginning], profiling: Preview)
             for script in _train_script(part, max(part.spec.search.cluster_sizes))
         ]
     return Preview([*profiling.words, *lines], [*profiling.scripts, *scripts])
+
+
+def with_controller(preview: Preview, spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Preview:
+    """Add the controller job that a detached sweep submits behind its jobs, if it submits any."""
+    if not preview.scripts:
+        return preview
+    minutes = cluster.controller_minutes
+    there = Sweep(spec, cluster.controller(), RunDirectory(root))
+    scripts = script_of(
+        there.launcher, "controller, N=1, 1 task", stage=CONTROL, nodes=1, minutes=minutes, tasks=1
+    )
+    words = (
+        f"detached: when these jobs are over, a controller job of at most {minutes} min on one core "
+        "submits the next ones; a second one waits in case it is killed"
+    )
+    return Preview([*preview.words, words], [*preview.scripts, *scripts])
 
 
 def _container(sweep: Sweep) -> Iterator[str]:

@@ -1,9 +1,9 @@
 """Ask Slurm before anything is submitted: for a dry run's `Preview`, and for what is `impossible`.
 
-A preview shows one whole script of each kind (profile, train), the others as a table of their
-differences, and Slurm's answer to each (`sbatch --test-only`): a wrong account, partition or limit
-shows before anything waits in a queue. Every command refuses what is `impossible`: a partition that
-does not exist, or that is too small for the jobs.
+A preview shows one whole script of each kind (profile, train, control), the others as a table of
+their differences, and Slurm's answer to each (`sbatch --test-only`): a wrong account, partition or
+limit shows before anything waits in a queue. Every command refuses what is `impossible`: a
+partition that does not exist, or that is too small for the jobs.
 """
 
 from __future__ import annotations
