@@ -176,7 +176,11 @@ TOO_LARGE = FOOTPRINT.model_copy(
 )
 
 
-@pytest.mark.parametrize(("pack", "after"), [("auto", [[], [], ["1"]]), ("never", [[], ["1"], ["2"]])])
+# "always" is what sweep files of earlier versions may say
+PACKED = [[], [], ["1"]]
+
+
+@pytest.mark.parametrize(("pack", "after"), [("auto", PACKED), ("always", PACKED), ("never", [[], ["1"], ["2"]])])
 def test_no_more_jobs_run_at_a_time_than_are_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: str, after: list[list[str]]
 ) -> None:

@@ -53,8 +53,10 @@ class SearchSpec(Spec):
     """Form of the step-time model: chosen by the data (auto), the paper's plain sum (paper), or the
     model of one collective.
     """
-    pack: Literal["auto", "always", "never"] = "auto"
-    """Whether one job measures several configurations of one cluster size; auto means always."""
+    pack: Literal["auto", "never"] = "auto"
+    """Whether one job measures all configurations of one cluster size (auto), or each has a job of
+    its own (never).
+    """
     nest: bool = False
     """Measure all cluster sizes inside one allocation of the largest; nodes that a smaller cluster
     size does not use are idle meanwhile.
@@ -88,6 +90,12 @@ class SearchSpec(Spec):
         if len(set(value)) != len(value):
             raise ValueError("expected each cluster size once")
         return tuple(sorted(value))
+
+    @field_validator("pack", mode="before")
+    @classmethod
+    def _without_always(cls, value: object) -> object:
+        # files of earlier versions, in which auto was not the same everywhere, may hold it
+        return "auto" if value == "always" else value
 
     @model_validator(mode="after")
     def _ordered(self) -> SearchSpec:
