@@ -285,13 +285,12 @@ _FEWEST = 3
 
 
 def even_ticks(axis: Axis, most: int, *, longest_s: float | None = None) -> None:
-    """Set about `most` ticks at round numbers, or at round durations up to `longest_s`."""
+    """Place about `most` ticks at round numbers, or at round durations up to `longest_s`."""
     axis.set_major_locator(MaxNLocator(most, steps=[*_ROUND, 10]))
     if longest_s is not None:
         steps = [step for step in _DURATIONS if most * step >= longest_s]
         if steps:
             axis.set_major_locator(MultipleLocator(steps[0]))
-        axis.set_major_formatter(FuncFormatter(lambda value, _: duration_tick(value)))
 
 
 def duration_tick(seconds: float) -> str:

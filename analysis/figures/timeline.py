@@ -7,6 +7,7 @@ from itertools import zip_longest
 from typing import Literal, NamedTuple
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
 
 from tula_hpc.analysis.costs.usage import job_runs, length_of_union
 from tula_hpc.analysis.figures import style
@@ -220,6 +221,7 @@ def _set_up_axes(axes: Axes, rows: Sequence[str], whole_s: float, found: Sequenc
     axes.grid(visible=True, axis="x")
     axes.set_xlim(0, 1.02 * whole_s)
     style.even_ticks(axes.xaxis, 6, longest_s=1.02 * whole_s)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: style.duration_tick(value)))
     axes.set_xlabel("time since the first job was submitted")
     last = {one.row: one for one in found}.values()
     kinds = {one.kind for one in found if one.end > one.begin or one in last}
