@@ -177,8 +177,8 @@ def draw_variability(run: RunContents) -> Drawing | Missing:
     caption = (
         "Above: Δ(G), the relative change of the gradient's squared norm from one step to the next "
         f"(dots: logged steps; line: medians of consecutive parts). {ENDS_ARE} Below: "
-        f"{score}. In the paper Δ(G) and accuracy go together: Δ(G) is high during fast learning "
-        "and at drops of the learning rate, low and steady at convergence."
+        f"{score}. In the paper on Tula (Tyagi, Wang) the two go together: Δ(G) is high during fast "
+        "learning and at drops of the learning rate, low and steady at convergence."
     )
     rows: list[tuple[Cell, ...]] = [("step", *pair) for pair in zip(*curve, strict=True)]
     rows += [(name, *pair) for pair in zip(at, reached, strict=True)]

@@ -101,6 +101,7 @@ def first_page(run: RunContents) -> FirstPage:
             "Why this one": [
                 _reason(run.plan),
                 *why_not_better(run.plan),
+                *knee_sentences(run.plan),
                 *_half_the_batch(run.plan),
             ],
             "What would change it": list(
@@ -261,7 +262,8 @@ def _outcome(run: RunContents, training: Training, name: str) -> Iterator[str]:
     end = "reported no score"
     if result.test_accuracy is not None or result.test_loss is not None:
         end = f"reached {format_score(result.test_accuracy, result.test_loss)}"
-    yield f"{name}'s steps ({result.method}) took {time} and {end}."
+    method = f'training.method = "{result.method}"'
+    yield f"{name}'s steps took {time}; with {method} it {end}."
     if run.plan and not _ended_as(run.plan.chosen, training, result):
         where = plural(result.nodes, "node") + of_partition_in_words(training.partition or "")
         batch = f"global batch {result.global_batch:,}"
@@ -306,7 +308,6 @@ def _how_sure(run: RunContents, plan: Plan, *, is_billed: bool) -> Iterator[str]
     if not is_billed:
         yield from _how_measured(run, plan)
     yield from too_close_to_call(plan)
-    yield from knee_sentences(plan)
 
 
 def _how_measured(run: RunContents, plan: Plan) -> Iterator[str]:
@@ -334,7 +335,7 @@ def _half_the_batch(plan: Plan) -> Iterator[str]:
     is_named = any(other.candidate == best for other in alternatives(plan))
     if best is not None and best.wall_time_s > plan.chosen.wall_time_s and not is_named:
         yield (
-            f"Half the batch takes longer at equal epochs: {name_of(best)} is "
+            f"Half the batch takes longer for as many epochs: {name_of(best)} is "
             f"{against(best, plan.chosen)}."
         )
 

@@ -174,14 +174,13 @@ def _bills(contents: RunContents) -> Iterator[tuple[str, TextTable]]:
 
 
 def _subtitle(contents: RunContents) -> str:
-    question = "nodes, batch size, time and cost"
-    sweep = contents.sweep
-    parts = [f"{sweep.workload.what_is_trained}: {question}" if sweep else question.capitalize()]
+    parts = [contents.sweep.workload.what_is_trained] if contents.sweep else []
     if contents.plan:
         parts.append(f"objective: {contents.plan.objective}")
     if contents.cluster:
         parts.append(f"cluster: {contents.cluster.name}")
-    return " · ".join(parts)
+    # sentences, tables and figures use these letters
+    return " · ".join([*parts, "N nodes, local batch b, global batch B"])
 
 
 def _title_page(page: Mapping[str, Any]) -> TitlePage:
