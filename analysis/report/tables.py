@@ -369,13 +369,22 @@ def event_table(events: Sequence[Event]) -> TextTable:
 
 # most rows of a figure's numbers on the page; the CSV file has all
 MOST_NUMBERS = 40
+# last parts of the names of its columns that are units
+UNITS = {"s": "s", "percent": "%", "bytes": "bytes", "samples": "samples", "usd": "USD", "su": "SU"}
 
 
 def numbers_as_text(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> TextTable:
     """Return the numbers below a figure; of many rows the first and the last."""
     found = [tuple(cut(_plain(cell)) for cell in row) for row in ends(rows, MOST_NUMBERS)]
     _count_rest(found, len(rows), "more")
-    return TextTable(tuple(name.replace("_", " ") for name in columns), found)
+    return TextTable(tuple(map(_with_unit, columns)), found)
+
+
+def _with_unit(column: str) -> str:
+    """Return the heading of a column: "epoch_time_s" becomes "epoch time, s"."""
+    name, _, unit = column.rpartition("_")
+    words = f"{name}, {UNITS[unit]}" if name and unit in UNITS else column
+    return words.replace("_", " ")
 
 
 def format_time(unix_s: float) -> str:

@@ -270,6 +270,8 @@ def test_the_page_says_what_to_do_and_what_came_of_it(finished: Written) -> None
     for heading in ("Figures", "How it was measured", "Models", "All candidates (21)", "sweep.toml", "Events (4)"):
         assert heading in words
     assert 'dataset = "cifar100"' in words
+    for column in ("epoch time, s", "global batch, samples", "efficiency, %", "cost, USD", "node hours"):
+        assert column in words
 
 
 @pytest.mark.usefixtures("cost_figure")
