@@ -104,7 +104,7 @@ def test_a_mistake_is_one_line_with_file_key_and_what_was_expected(tmp_path: Pat
         (
             STUDY + "small_batch = 1400\nbase_lrs = [0.1, 0.2]\n",
             {},
-            "study.small_batch: 1400 is above the 1438 training samples of 'digits', of which 10% are held out; lower",
+            "study.small_batch: 1400 is above the 1438 training samples of 'digits', of which 10 % are held out; lower",
         ),
         (STUDY.replace('"lrs"', '"polo"'), {}, "study.nodes: polo averages models of several workers"),
         (STUDY + VARIANT + 'workload.precision = "fp16"\n', {}, "workload.precision: fp16 of mine needs device"),

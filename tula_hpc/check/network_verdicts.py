@@ -110,7 +110,7 @@ def judge_collectives(reports: Sequence[RankReport]) -> Iterator[Verdict]:
     link_gbs = _link_gbs(reports, known[0].backend)
     crossing = rates.get(Scope.BETWEEN, rates[Scope.ALL])
     if link_gbs is not None and crossing < LEAST_LINK_SHARE * link_gbs:
-        share = f"{crossing / link_gbs:.0%} of the {format_number(link_gbs, 3)}"
+        share = f"{100 * crossing / link_gbs:.0f} % of the {format_number(link_gbs, 3)}"
         found = f"{found}, {share} that the link should carry"
         remedy = "see interfaces; look for a slow or shared link, and for too few cores"
         yield warning(Topic.ALL_REDUCE, found, remedy)

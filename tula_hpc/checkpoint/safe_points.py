@@ -19,6 +19,7 @@ from tula_hpc.ddp.agreement import Agreeing, Decision
 from tula_hpc.ddp.stop_signals import Suspensions
 from tula_hpc.errors import DataError, StorageError
 from tula_hpc.files import HeldFolder
+from tula_hpc.formatting import format_duration, format_percent
 from tula_hpc.records.events import EventName
 
 
@@ -205,9 +206,11 @@ class SafePoints:
         """Log an event with the cost of saving, the first time and after a large change."""
         news = self.saving.cadence.news()
         if news is not None:
-            cost = f"{news['cost_s']:.3g} s of training, {news['share']:.2%} of it so far"
-            often = f"a save every {news['interval_s']:.0f} s, sooner at an epoch's end"
-            self.log_event("checkpoint", f"saving costs {cost}; {often}", news)
+            cost = format_duration(news["cost_s"])
+            share = format_percent(news["share"])
+            often = f"a save every {format_duration(news['interval_s'])}, sooner at an epoch's end"
+            words = f"saving costs {cost} of training, {share} of it so far; {often}"
+            self.log_event("checkpoint", words, news)
 
     def close(self) -> None:
         """Wait for a checkpoint that is being written, however the training has ended."""

@@ -342,7 +342,7 @@ def _check_study(
             is_tuned = bool(study.base_lrs) and batch == study.small_batch
             held_out = max(column.workload.holdout, study.tuning_holdout * is_tuned)
             if _is_above(batch, column, 1 - held_out):
-                without = f", of which {held_out:.0%} are held out" if held_out else ""
+                without = f", of which {100 * held_out:.0f} % are held out" if held_out else ""
                 message = f"{batch} is above {_samples(column)}{without}; lower it"
                 raise InputError(message, source=sweep_file, key=key)
 

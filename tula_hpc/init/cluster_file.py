@@ -149,7 +149,7 @@ def _shape(place: Place) -> Iterator[KeyLine]:
     else:
         memory_gb = round(MEMORY_SHARE * nodes.memory_mb / MIB_PER_GIB, 1)
         yield KeyLine(
-            "memory_gb", memory_gb, f"{MEMORY_SHARE:.0%} of a node's {nodes.memory_mb} MB"
+            "memory_gb", memory_gb, f"{100 * MEMORY_SHARE:.0f} % of a node's {nodes.memory_mb} MB"
         )
     yield KeyLine("array_parallelism", max(1, min(4, count // 4)), "profile jobs at a time")
 

@@ -204,12 +204,13 @@ def _peaks(sweep: SweepSpec, cluster: ClusterSpec, counts: Counts, host: int) ->
 def _assumptions(device: str, method: str) -> tuple[str, ...]:
     if device == "cuda":
         assumed = [
-            f"workspaces and the allocator's segments take {DEVICE_OVERHEAD:.0%} of tensors' bytes",
+            "workspaces and the allocator's segments take "
+            f"{100 * DEVICE_OVERHEAD:.0f} % of tensors' bytes",
             "the memory margin holds the CUDA context and the collectives' buffers",
         ]
     else:
         assumed = [
-            f"holes in the heap take {HEAP_HOLES:.0%} of the bytes in blocks below 32 MiB",
+            f"holes in the heap take {100 * HEAP_HOLES:.0f} % of the bytes in blocks below 32 MiB",
             "interpreter and libraries take as much as in the process of this estimate",
         ]
     if method == "real":
