@@ -99,6 +99,8 @@ def test_a_noun_follows_its_number() -> None:
 def test_units_stay_with_their_numbers() -> None:
     assert keep_units("batch 64 takes 12 min 30 s") == "batch 64\u00a0takes 12\u00a0min 30\u00a0s"
     assert keep_units("hardly any at N = 8, B = 1,024") == "hardly any at N\u00a0=\u00a08, B\u00a0=\u00a01,024"
+    kept = 'N=2\u00a0b=16\u00a0(B=32); objective.kind\u00a0=\u00a0"cost" chooses it'
+    assert keep_units(kept.replace("\u00a0", " ")) == kept
     assert wrapped("time  ", "about 12 min", 14, 8) == ["time  about", "        12 min"]
 
 

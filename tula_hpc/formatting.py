@@ -294,8 +294,8 @@ def format_number(value: float, digits: int = 4) -> str:
 
 
 def keep_units(text: str) -> str:
-    """Put no-break spaces between numbers and their units, and within "N = 8"."""
-    return re.sub(r"(?<=\d) (?=[A-Za-z%])| (?== \d)|(?<= =) (?=\d)", "\u00a0", text)
+    """Put no-break spaces within "8 s", "N = 8", "N=2 b=4 (B=8)" and `kind = "time"`."""
+    return re.sub(r"(?<=\d) (?=[A-Za-z%]|\(B=)| (?== [\d\"])|(?<= =) (?=[\d\"])", "\u00a0", text)
 
 
 def plural(count: int, noun: str) -> str:
