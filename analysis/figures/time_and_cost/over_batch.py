@@ -317,9 +317,9 @@ def _keys(curves: Curves) -> list[style.Key]:
     if curves.out_of_memory:
         keys.append(style.Key("ran out of memory", marker="x"))
     if curves.knee and curves.knee_batch is not None:
-        has_band = curves.knee.interval_90 is not None
-        name = "knee, 90 % interval" if has_band else "knee"
-        keys.append(style.Key(name, line="--", band=has_band))
+        name = "knee, 90 % interval" if curves.knee.interval_90 is not None else "knee"
+        # its band would look like that of the predictions
+        keys.append(style.Key(name, line="--"))
     return keys
 
 
