@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import re
 import textwrap
 from collections.abc import Callable, Sequence
@@ -186,6 +185,10 @@ CAPTION_CHARACTERS = 108
 # width of a letter, as a share of the font size
 LETTER_EM = 0.66
 TABLE_ROW_IN = 0.36
+# height of a line of small text in the table
+CELL_LINE_IN = 0.135
+# least space between two columns
+COLUMN_GAP_IN = 0.1
 
 
 class TitlePage(NamedTuple):
@@ -243,20 +246,21 @@ def _figure_page(drawing: Drawing, footer: str) -> Figure:
     return figure
 
 
-def _write(
-    figure: Figure, text: str, down_in: float, *, x_in: float = MARGIN_IN, **look: Any
-) -> None:
-    """Write text that begins `down_in` inches below the page's upper edge."""
+def _write(figure: Figure, text: str, down_in: float, **look: Any) -> Text:
+    """Write text that begins `down_in` inches below the page's upper edge, at the left margin."""
     width, height = figure.get_size_inches()
-    figure.text(x_in / width, 1 - down_in / height, text, va="top", **look).set_in_layout(False)
+    written = figure.text(MARGIN_IN / width, 1 - down_in / height, text, va="top", **look)
+    written.set_in_layout(False)
+    return written
 
 
 def _title_page(first: TitlePage) -> Figure:
     answer = textwrap.wrap(keep_units(first.answer), 98)
+    first = first._replace(columns=_narrow_headings(first))
     table_top = 1.35 + 0.2 * len(answer)
     notes_top = table_top
     if first.rows:
-        notes_top += TABLE_ROW_IN * (len(first.rows) + 2)
+        notes_top += TABLE_ROW_IN * (len(first.rows) + 2) + _second_line_in(first.columns)
     needed = 0.0
     lists = {}
     for name, items in first.lists.items():
@@ -287,35 +291,62 @@ def _fitting(line: str, most_pt: float) -> float:
 def _bullets(items: Sequence[str]) -> list[str]:
     lines = []
     for item in items:
-        lines += textwrap.wrap(f"• {item}", CAPTION_CHARACTERS, subsequent_indent="   ")
+        bullet = f"• {keep_units(item)}"
+        lines += textwrap.wrap(bullet, CAPTION_CHARACTERS, subsequent_indent="   ")
     return lines
 
 
+def _narrow_headings(first: TitlePage) -> tuple[str, ...]:
+    """Break headings that are wider than the cells below into two lines."""
+    headings = []
+    for name, *cells in zip(first.columns, *first.rows, strict=True):
+        text = keep_units(name)
+        width = max(1, *map(len, "\n".join(cells).split("\n")))
+        while len(lines := textwrap.wrap(text, width, break_long_words=False)) > 2:
+            width += 1
+        headings.append("\n".join(lines))
+    return tuple(headings)
+
+
+def _second_line_in(headings: Sequence[str]) -> float:
+    """Return the height of the headings' second line, inches; 0 if none has one."""
+    return CELL_LINE_IN * max(name.count("\n") for name in headings)
+
+
 def _draw_table(figure: Figure, first: TitlePage, top_in: float) -> None:
-    starts = _column_starts(first)
-    _rule(figure, top_in + 0.2)
-    for x_in, name in zip(starts, first.columns, strict=True):
-        _write(figure, name, top_in, x_in=x_in, size=7.5, color=MUTED.light)
-    for number, row in enumerate(first.rows, start=1):
-        down_in = top_in + TABLE_ROW_IN * (number - 0.2)
-        weight = "bold" if number == 1 else "normal"
-        for x_in, cell in zip(starts, row, strict=True):
+    rows_in = top_in + _second_line_in(first.columns)
+    columns = []
+    for name, *cells in zip(first.columns, *first.rows, strict=True):
+        texts = [_write(figure, name, top_in, size=7.5, color=MUTED.light)]
+        for number, cell in enumerate(cells, start=1):
+            down_in = rows_in + TABLE_ROW_IN * (number - 0.2)
+            weight = "bold" if number == 1 else "normal"
             # the second line of a cell is a remark
             value, _, remark = cell.partition("\n")
-            _write(figure, value, down_in, x_in=x_in, size=7.5, weight=weight)
-            _write(figure, remark, down_in + 0.135, x_in=x_in, size=6.5, color=MUTED.light)
-    _rule(figure, top_in + TABLE_ROW_IN * (len(first.rows) + 0.8))
+            texts.append(_write(figure, value, down_in, size=7.5, weight=weight))
+            down_in += CELL_LINE_IN
+            texts.append(_write(figure, remark, down_in, size=6.5, color=MUTED.light))
+        columns.append(texts)
+    # fonts cannot measure control characters
+    clean_texts(figure)
+    _spread(columns, figure.dpi)
+    _rule(figure, rows_in + 0.2)
+    _rule(figure, rows_in + TABLE_ROW_IN * (len(first.rows) + 0.8))
 
 
-def _column_starts(first: TitlePage) -> list[float]:
-    """Return the columns' left edges, inches; widths are in proportion to the longest cells."""
-    longest = []
-    for cells in zip(first.columns, *first.rows, strict=True):
-        lines = "\n".join(cells).split("\n")
-        longest.append(max(map(len, lines)) + 3)
-    width = PAGE_WIDTH_IN - 2 * MARGIN_IN
-    before = itertools.accumulate(longest[:-1], initial=0)
-    return [MARGIN_IN + width * letters / sum(longest) for letters in before]
+def _spread(columns: Sequence[Sequence[Text]], dpi: float) -> None:
+    """Spread columns over the width of the page, with smaller letters if they need more."""
+    widths = [max(text.get_window_extent().width / dpi for text in column) for column in columns]
+    gaps = max(1, len(columns) - 1)
+    page_in = PAGE_WIDTH_IN - 2 * MARGIN_IN
+    shrunk = min(1.0, (page_in - COLUMN_GAP_IN * gaps) / sum(widths))
+    gap_in = (page_in - shrunk * sum(widths)) / gaps
+    left_in = MARGIN_IN
+    for column, width in zip(columns, widths, strict=True):
+        for text in column:
+            text.set_x(left_in / PAGE_WIDTH_IN)
+            text.set_fontsize(shrunk * text.get_fontproperties().get_size_in_points())
+        left_in += shrunk * width + gap_in
 
 
 def _rule(figure: Figure, down_in: float) -> None:

@@ -34,7 +34,7 @@ from tests.run_factory import (
     write_training,
 )
 from tula_hpc.analysis.figures.all import FIGURES, draw_all
-from tula_hpc.analysis.figures.drawing import Drawing, Missing, TitlePage, render_pdf
+from tula_hpc.analysis.figures.drawing import MARGIN_IN, Drawing, Missing, TitlePage, render_pdf
 from tula_hpc.analysis.figures.labels import LETTER_SHARE, EndLabel, label_ends, mark_chosen, spread
 from tula_hpc.analysis.figures.run_curves import curve_of, draw_run_curves
 from tula_hpc.analysis.figures.style import (
@@ -54,6 +54,7 @@ from tula_hpc.analysis.figures.style import (
 from tula_hpc.analysis.figures.training import training_marks
 from tula_hpc.analysis.models.profiles import parts_of
 from tula_hpc.analysis.plan import make_plan
+from tula_hpc.analysis.report.tables import SUMMARY_COLUMNS
 from tula_hpc.analysis.run_contents import RunContents, read_run
 from tula_hpc.config import TrainingSpec
 from tula_hpc.formatting import in_percent
@@ -1005,3 +1006,25 @@ def test_the_first_page_of_the_pdf_has_room_for_long_names(name: str, monkeypatc
     page.draw_without_rendering()
     right = page.bbox.x1
     assert all(text.get_window_extent().x1 < right for text in page.texts)
+
+
+def test_nothing_in_the_pdfs_table_overlaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages: list[Figure] = []
+    monkeypatch.setattr("tula_hpc.analysis.figures.drawing._add_page", lambda _, figure: pages.append(figure))
+    chosen = (
+        "N = 4, B = 1,024\nchosen", "17.2 s\n16.0 s – 18.6 s", "17.2 s\n16.8 s in training",
+        "2 % shorter\nin training", "5 min 44 s\n5 min 38 s in training", "5 min 44 s",
+        "0.95 USD\n1.43 USD paid", "1.9 GiB",
+    )  # fmt: skip
+    other = (
+        "N = 1, B = 1,024\nsame batch, 1 node, not feasible", "58.0 s\n53.9 s – 1 min 3 s", "–",
+        "–", "19 min 20 s", "19 min 20 s", "0.80 USD", "5.9 GiB",
+    )  # fmt: skip
+    render_pdf(TitlePage("a", "b", "c", SUMMARY_COLUMNS, [chosen, other], {}), [])
+    (page,) = pages
+    page.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in page.texts[3:] if text.get_text()]
+    shown = sum(bool(line) for row in (chosen, other) for cell in row for line in cell.split("\n"))
+    assert len(boxes) == len(SUMMARY_COLUMNS) + shown
+    assert not any(one.overlaps(two) for one, two in itertools.combinations(boxes, 2))
+    assert max(box.x1 for box in boxes) < page.bbox.x1 - MARGIN_IN * page.dpi / 2
