@@ -115,6 +115,19 @@ def test_the_file_of_init_gets_its_missing_keys(
     assert "gone.toml: no such file; tula init --script writes it" in capsys.readouterr().err
 
 
+def test_an_interrupt_says_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    monkeypatch.setattr("tula_hpc.attach.__main__._look", interrupted)
+    assert main(["train.py"]) == 130
+    assert capsys.readouterr().err.endswith("\ninterrupted: the script has ended, and nothing was written\n")
+
+
 def test_an_option_behind_the_script_is_recognized_when_the_script_refuses_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -97,7 +97,8 @@ PATIENCE_S = 600.0
 @printable_output()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 0 measured, 1 not measurable, 2 wrong input."""
-    return exit_code_of(_run, _parser().parse_args(arguments))
+    interrupted = "interrupted: the script has ended, and nothing was written"
+    return exit_code_of(_run, _parser().parse_args(arguments), interrupted)
 
 
 def _parser() -> argparse.ArgumentParser:
