@@ -369,6 +369,13 @@ def test_without_a_sweep_file_the_message_says_where_to_choose_the_model_that_co
     assert f", {key}, and name that file by --into; its output: " in done.stderr
 
 
+def test_training_on_another_device_is_refused_with_both_remedies(tmp_path: Path) -> None:
+    done = look(tmp_path, "--device", "cuda", str(SCRIPTS / "plain.py"), "--batch-size", "16", "--epochs", "50")
+    assert done.returncode == 1
+    mistake = 'plain.py trains on cpu, but cuda is to be measured; move the model there, or set device = "cpu"'
+    assert done.stderr.splitlines()[-1].startswith(mistake)
+
+
 def test_a_refusal_is_printed_once(tmp_path: Path) -> None:
     done = look(tmp_path, str(SCRIPTS / "misbehaving.py"), "spawns", "4")
     assert (done.returncode, done.stderr.count("starts workers of its own")) == (1, 1)

@@ -67,7 +67,7 @@ def test_fallbacks_shrink_and_end(run: RunDirectory) -> None:
         seen.append(next_candidate(PLAN, run, 9).local_batch)
     assert seen == [32, 16, 8]
     append_record(run.profile / "train-main.jsonl", oom(8))
-    with pytest.raises(StageError, match="no smaller fallback"):
+    with pytest.raises(StageError, match="no smaller fallback; use nodes with more memory"):
         next_candidate(PLAN, run, 9)
     with pytest.raises(StageError, match="max_fallbacks"):
         next_candidate(PLAN, run, 3)

@@ -377,8 +377,9 @@ class MeasuredSteps(Mode):
         self.waits.device = self.device
         if self.device.type != self.expected_device:
             raise InputError(
-                f"{name} trains on {self.device.type}, which is not the device to be measured, "
-                f"{self.expected_device} (device of the cluster file)"
+                f"{name} trains on {self.device.type}, but {self.expected_device} is to be measured; move "
+                f'the model there, or set device = "{self.device.type}" in the cluster file (tula '
+                f"attach: --device {self.device.type})"
             )
         if world > 1 and not isinstance(model, DistributedDataParallel):
             raise self.unwrapped(name_of(model))

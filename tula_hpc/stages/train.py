@@ -336,7 +336,8 @@ def next_candidate(plan: Plan, run: RunDirectory, max_fallbacks: int) -> Candida
             return smaller
     smallest = min(m.local_batch for m in out)
     raise StageError(
-        f"train: out of memory at local batch {smallest}, and plan.json has no smaller fallback"
+        f"train: out of memory at local batch {smallest}, and plan.json has no smaller fallback; use "
+        "nodes with more memory, or a smaller search.min_batch with another --run-dir"
     )
 
 

@@ -296,4 +296,5 @@ def _check_loss(name: str, losses: Tensor, model: nn.Module) -> None:
         raise InputError(message, key=key)
     trainable = any(parameter.requires_grad for parameter in model.parameters())
     if trainable and not losses.requires_grad:
-        raise InputError(f"{name} gives a loss without a gradient", key=key)
+        remedy = "compute it from the outputs by torch's functions, outside of no_grad()"
+        raise InputError(f"{name} gives a loss without a gradient; {remedy}", key=key)
