@@ -134,7 +134,7 @@ def _by_knee(
     # First those as fast as the fastest, by cost; then the others up to the knee, by time, as a
     # share of at most 1; then those beyond the knee, by batch.
     least_s = time_s[within].min(initial=np.inf)
-    slowest_s = time_s[within].max(initial=1e-300)
+    slowest_s = time_s[within].max(initial=1.0)
     as_fast = within & (time_s <= AS_FAST * least_s)
     first = np.where(as_fast, 0.0, np.where(within, time_s / slowest_s, 1.0 + batch))
     second = np.where(as_fast, table.cost, time_s)

@@ -13,6 +13,7 @@ from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.planning.knee import TimeCurves, TrainTime, lines_of
 from tula_hpc.analysis.planning.objective import Choice, choose, objective_of, pareto_front, weighted_score
 from tula_hpc.config import ObjectiveSpec
+from tula_hpc.formatting import FOREVER_S
 
 laws = settings(max_examples=15)
 POWERS = [2**k for k in range(5, 13)]
@@ -86,6 +87,11 @@ def test_where_constraints_leave_nothing_up_to_the_knee_the_next_above_it_is_tak
     choice = choose(spec("knee"), table_of(rows), TimeCurves(lines_of(table_of(rows)), law))
     assert rows[choice.ranking[0]].global_batch == 512
     assert choice.reason.startswith("no batch is below B=29")
+    # they may be ruled out because they never end
+    table = table_of([row._replace(time_s=FOREVER_S) if row.why else row for row in rows])
+    with np.errstate(all="raise"):
+        never = choose(spec("knee"), table, TimeCurves(lines_of(table), law))
+    assert list(never.ranking) == list(choice.ranking)
 
 
 @laws
