@@ -151,11 +151,14 @@ def _describe_why(row: CandidateTable, part: Partition) -> str:
 
 
 def _too_long(row: CandidateTable, part: Partition) -> str:
-    work_s = float(row.train_time_s + row.evaluation_s)
+    work_s = float(row.train_time_s + row.evaluation_s + row.saving_s)
     needs = f"takes {format_duration(work_s)} besides its start and cannot be resumed"
     if part.resume is Resume.EPOCH:
         epoch_s = work_s * float(row.epoch_time_s / row.train_time_s)
-        needs = f"takes {format_duration(epoch_s)} an epoch and is resumed from ends of epochs only"
+        needs = (
+            f"takes {format_duration(epoch_s)} an epoch and is resumed from ends of epochs only, after "
+            f"a start of {format_duration(part.cluster.pricing.start_s)}"
+        )
     return (
         f"{needs}, but a job of train_minutes = {part.cluster.train_minutes} is told to stop "
         f"{part.cluster.signal_delay_s} s before its end (signal_delay_s)"

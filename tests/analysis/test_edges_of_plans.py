@@ -362,3 +362,16 @@ def test_a_script_that_goes_on_from_ends_of_epochs_needs_jobs_for_whole_ones(
     often, seldom = (make_plan(spec, cluster(train_minutes=minutes), rows) for minutes in (enough - 1, enough))
     warned = [any("training.max_requeues" in doubt.text for doubt in each.doubts) for each in (often, seldom)]
     assert warned == [True, False]
+
+
+def test_what_is_said_not_to_fit_into_a_job_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the warning a job has 210 s; a start takes 200 s of them, and each epoch is saved for a minute."""
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    script = {"script": "train.py", "arguments": ["{local_batch}"], "samples": SAMPLES, "epochs": 60}
+    spec = sweep("cost", script | {"resume_arguments": []})
+    on = cluster(train_minutes=5, pricing={"restart_s": 200.0, "checkpoint_write_s": 60.0})
+    with pytest.raises(InfeasibleError, match=r"takes (.*) an epoch and .*, after a start of 3 min 20 s, ") as raised:
+        make_plan(spec, on, CORNERS)
+    minutes, seconds = map(int, re.findall(r"takes (\d+) min (\d+) s an epoch", str(raised.value))[0])
+    assert 60 < 60 * minutes + seconds < 120
