@@ -144,7 +144,7 @@ def _describe_why(row: CandidateTable, part: Partition) -> str:
             return f"needs {_too_much_memory(float(row.peak_bytes), part)}"
         case Why.UNSEEN:
             return _unseen_memory(row, part)
-        case Why.FOREVER if part.is_cut_short:
+        case Why.FOREVER if part.resume is not Resume.CHECKPOINT and math.isinf(row.requeues):
             return _too_long(row, part)
         case why:
             return SHORT_REASONS[why]

@@ -120,11 +120,6 @@ class Partition(NamedTuple):
         """Limit of one worker, from the cluster file and from profiles; None if unknown."""
         return memory_limit_bytes(self.cluster, self.summary.memory_uses)
 
-    @property
-    def is_cut_short(self) -> bool:
-        """Tell whether a training, or an epoch, that never ends is cut short by a time limit."""
-        return self.resume is not Resume.CHECKPOINT and self.cluster.pricing.basis != "spot"
-
 
 class CandidateTable(NamedTuple):
     """Candidates as columns of one length."""

@@ -94,9 +94,8 @@ def _more_time(fitted: FittedPartitions, row: int, max_requeues: int) -> str:
     table = fitted.table
     part = fitted.parts[table.part[row]]
     cluster = part.cluster
-    if cluster.pricing.basis == "spot":
-        # preemptions are a likelier cause than the time limit
-        return f"{FEWER_PREEMPTIONS}, or raise train_minutes"
+    if cluster.pricing.basis == "spot" and np.isfinite(table.requeues[row]):
+        return FEWER_PREEMPTIONS
     minutes = train_minutes_for(table.take([row]), fitted, max_requeues)
     advice = f"raise train_minutes in the cluster file from {cluster.train_minutes} to {minutes}"
     if part.resume is Resume.NOTHING:

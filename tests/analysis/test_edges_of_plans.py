@@ -375,3 +375,19 @@ def test_what_is_said_not_to_fit_into_a_job_does_not(tmp_path: Path, monkeypatch
         make_plan(spec, on, CORNERS)
     minutes, seconds = map(int, re.findall(r"takes (\d+) min (\d+) s an epoch", str(raised.value))[0])
     assert 60 < 60 * minutes + seconds < 120
+
+
+def test_on_spot_nodes_a_time_limit_is_named_where_it_is_at_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    script = {"script": "train.py", "arguments": ["{local_batch}"], "samples": SAMPLES, "epochs": 60}
+    spec, spot = sweep("time", script), {"basis": "spot", "preemption_hours": 1e4}
+    limit = (
+        r"cannot be resumed, but a job of train_minutes = 3 .*; raise train_minutes in the cluster file from 3 to (\d+)"
+    )
+    with pytest.raises(InfeasibleError, match=limit) as raised:
+        make_plan(spec, cluster(train_minutes=3, pricing=spot), CORNERS)
+    enough = int(re.findall(r"from 3 to (\d+)", str(raised.value))[0])
+    assert make_plan(spec, cluster(train_minutes=enough, pricing=spot), CORNERS).chosen.feasible
