@@ -39,6 +39,7 @@ from tula_hpc.analysis.models.regression import (
     Problem,
     as_columns,
     check_positive,
+    ends_around,
     fit_relative,
     identified,
     relative_spread,
@@ -304,7 +305,7 @@ class MemoryModel:
         every = np.ones(len(self._fit.residuals), dtype=bool)
         width = relative_spread(self._fit, every, self._reserve.ratio * gradients, level)
         width = width.reshape(predicted.shape)
-        return predicted * np.exp(-width), predicted * np.exp(width)
+        return ends_around(predicted, width, width)
 
     def _describe(self, reserves: bool) -> None:
         overhead, per_sample, bucket, lift = self._line.tolist()

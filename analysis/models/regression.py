@@ -271,6 +271,15 @@ def relative_spread(
     return np.asarray(width, dtype=np.float64)
 
 
+def ends_around(value: Array, below: Array, above: Array) -> tuple[Array, Array]:
+    """Return both ends of an interval, given how far they are off in logarithms.
+
+    Far from all measurements the upper end is infinite.
+    """
+    with np.errstate(over="ignore"):
+        return value * np.exp(-below), value * np.exp(above)
+
+
 def _spread_of(fit: Fit, rows: NDArray[np.bool_], prior: Scatter) -> tuple[float, float]:
     """Return the degrees of freedom, and the relative variance of a single row."""
     degrees = prior.rows + max(0.0, float(np.sum(1.0 - fit.leverage[rows])))

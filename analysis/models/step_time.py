@@ -21,6 +21,7 @@ from tula_hpc.analysis.models.regression import (
     as_columns,
     check_positive,
     draws,
+    ends_around,
     relative_spread,
     spread,
 )
@@ -182,7 +183,8 @@ class StepTimeModel:
             slower, faster = self._by_network(rows, further, float(ndtri(0.5 + level / 2.0)))
             below = np.hypot(width, np.log(seconds / faster))
             above = np.hypot(width, np.log(slower / seconds))
-        return (seconds * np.exp(-below)).reshape(shape), (seconds * np.exp(above)).reshape(shape)
+        low, high = ends_around(seconds, below, above)
+        return low.reshape(shape), high.reshape(shape)
 
     def covariance(
         self, nodes: ArrayLike, local_batch: ArrayLike, workers_per_node: ArrayLike = 1

@@ -45,8 +45,7 @@ def as_records(
             rows = table.take(mine)
             points = rows.nodes, rows.local_batch, rows.workers_per_node
             predicted_s[mine] = part.models.step_time.predict(*points)
-            with np.errstate(over="ignore"):
-                ends = part.models.step_time.interval(*points)
+            ends = part.models.step_time.interval(*points)
             where = zip(rows.nodes, rows.workers_per_node, rows.local_batch, strict=True)
             noise = part.summary.noise(where)
             lows[mine], highs[mine] = widened(predicted_s[mine], np.stack(ends), noise)

@@ -251,3 +251,11 @@ def test_what_ran_out_of_memory_in_parts_bounds_smaller_batches_of_several_worke
     several = fit_memory(summary(*rows, oom(4, 512)), limit_bytes=limit)
     assert 512 <= several.max_batch(limit, 1) < 1024
     assert several.max_batch(limit, 4) < 512
+
+
+def test_far_from_all_measured_batches_an_interval_has_no_upper_end_and_no_warning() -> None:
+    """A small model's memory may not grow with its batch; then nothing bounds what millions of samples need."""
+    model = MemoryModel().fit([32, 64], [5e8, 5e8])
+    with np.errstate(over="raise"):
+        low, high = model.interval(2**24)
+    assert low < model.predict(2**24) < high == np.inf
