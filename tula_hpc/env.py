@@ -325,8 +325,9 @@ def outside_of_job(given: Collection[str] = ()) -> Iterator[None]:
     """Hide the Slurm job that this process is in, if any, from the jobs that it submits meanwhile.
 
     sbatch exports its environment, and srun in the new job would take the old job's memory or CPUs
-    for its own. If an SBATCH_* variable contradicts the script, sbatch follows the variable, so
-    only the user's account, partition and the like stay, unless `given`.
+    for its own, or hide the workers' variables, as SRUN_EXPORT_ENV may say. If an SBATCH_* variable
+    contradicts the script, sbatch follows the variable, so only the user's account, partition and
+    the like stay, unless `given`.
 
     Args:
         given: Names of sbatch's options that the script sets.
@@ -336,7 +337,7 @@ def outside_of_job(given: Collection[str] = ()) -> Iterator[None]:
     hidden = {
         key: value
         for key, value in os.environ.items()
-        if key.startswith(("SLURM_", "SUBMITIT_", "SBATCH_")) and key not in kept
+        if key.startswith(("SLURM_", "SRUN_", "SUBMITIT_", "SBATCH_")) and key not in kept
     }
     for key in hidden:
         del os.environ[key]

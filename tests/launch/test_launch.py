@@ -444,11 +444,11 @@ def test_what_the_scheduler_refuses_is_on_record_unless_it_can_be_done_without(
 
 
 def test_what_a_job_submits_does_not_inherit_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SLURM_JOB_ID", "SLURM_MEM_PER_NODE", "SUBMITIT_EXECUTOR", "SLURM_CONF"):
+    for name in ("SLURM_JOB_ID", "SLURM_MEM_PER_NODE", "SRUN_EXPORT_ENV", "SUBMITIT_EXECUTOR", "SLURM_CONF"):
         monkeypatch.setenv(name, "x")
     before = dict(os.environ)
     with outside_of_job():
-        assert {name for name in os.environ if name.startswith(("SLURM", "SUBMITIT"))} == {"SLURM_CONF"}
+        assert {name for name in os.environ if name.startswith(("SLURM", "SRUN", "SUBMITIT"))} == {"SLURM_CONF"}
     assert dict(os.environ) == before
 
 
