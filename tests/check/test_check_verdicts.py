@@ -332,6 +332,22 @@ def test_a_small_default_of_memory_is_a_warning_only_where_the_node_is_the_jobs_
     assert not on_site(Topic.HOST_MEMORY, CPU.model_copy(update={"sbatch": {"mem": 0}}), partition=little)
 
 
+def test_the_account_and_qos_of_the_users_shell_are_judged_where_the_file_names_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = Limits(name="physics", account="physics", qos=("normal",), max_minutes=60)
+    both = (Limits(name="normal"), Limits(name="high"))
+    known: dict[str, Any] = {"associations": (own,), "qos": both, "enforces_accounts": True}
+    assert level(on_site(Topic.TIME_LIMITS, **known)) is Level.OK
+    monkeypatch.setenv("SBATCH_ACCOUNT", "physics")
+    monkeypatch.setenv("SBATCH_QOS", "high")
+    (account,) = on_site(Topic.ACCOUNT, **known)
+    assert account.found == "physics is one of ada's"
+    assert level(on_site(Topic.QOS, **known)) is Level.FAILED
+    (limit,) = on_site(Topic.TIME_LIMITS, **known)
+    assert "account physics allows 60 minutes" in limit.found
+
+
 @pytest.mark.parametrize(("enforced", "expected"), [(True, Level.FAILED), (False, Level.WARNING)])
 def test_an_account_or_qos_that_is_not_the_users_fails_where_that_counts(enforced: bool, expected: Level) -> None:
     own = Limits(name="physics", account="physics", qos=("normal",))
@@ -339,6 +355,9 @@ def test_an_account_or_qos_that_is_not_the_users_fails_where_that_counts(enforce
     wrong = CPU.model_copy(update={"account": "chemistry"})
     (verdict,) = on_site(Topic.ACCOUNT, wrong, enforces_accounts=enforced, **known)
     assert (verdict.level, verdict.remedy) == (expected, "set account to one of: physics")
+    accepted = Answer(job="train", minutes=9, nodes=2, accepted=True, text="could start at noon")
+    known_here: dict[str, Any] = {"enforces_accounts": enforced, **known}
+    assert level(on_site(Topic.ACCOUNT, wrong, answers=(accepted,), **known_here)) is Level.WARNING
     right = CPU.model_copy(update={"account": "physics", "qos": "normal"})
     for topic in (Topic.ACCOUNT, Topic.QOS):
         assert level(on_site(topic, right, enforces_accounts=enforced, **known)) is Level.OK

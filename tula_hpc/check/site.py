@@ -144,10 +144,14 @@ def _shown_partitions(*options: str) -> tuple[list[dict[str, str]], str]:
     return [slurm.fields_of(line) for line in lines], shown
 
 
+def option_of(cluster: ClusterSpec, name: str) -> str:
+    """Return the partition, account or qos that jobs name, by file or user; "" for the site's."""
+    return str(getattr(cluster, name) or cluster.sbatch.get(name) or users_default(name))
+
+
 def partitions_of(cluster: ClusterSpec) -> list[str]:
     """Return the partitions that jobs may go to: sbatch takes several and uses any that is free."""
-    own = str(cluster.sbatch.get("partition", "")) or users_default("partition")
-    wanted = cluster.partition or own
+    wanted = option_of(cluster, "partition")
     return wanted.split(",") if wanted else []
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
 
-from tula_hpc.check.site import Limits, Nodes, Site, partitions_of
+from tula_hpc.check.site import Limits, Nodes, Site, option_of, partitions_of
 from tula_hpc.config import ClusterSpec, hidden_peers
 from tula_hpc.config.gpus import NO_GRES
 from tula_hpc.containers import Folders, describe
@@ -135,7 +135,8 @@ def _judge_partition(site: Site) -> Verdict:
 
 def _judge_account(cluster: ClusterSpec, site: Site) -> Iterator[Verdict]:
     known = sorted({each.account for each in site.associations})
-    if cluster.account is None:
+    account = option_of(cluster, "account")
+    if not account:
         if known and not site.enforces_accounts:
             return
         if known:
@@ -144,38 +145,43 @@ def _judge_account(cluster: ClusterSpec, site: Site) -> Iterator[Verdict]:
     if not known:
         yield ok(
             Topic.ACCOUNT,
-            f"{cluster.account}; not checked, as accounting lists no account of yours",
+            f"{account}; not checked, as accounting lists no account of yours",
         )
-    elif cluster.account in known:
-        yield ok(Topic.ACCOUNT, f"{cluster.account} is one of {site.user}'s")
+    elif account in known:
+        yield ok(Topic.ACCOUNT, f"{account} is one of {site.user}'s")
     else:
-        make = failed if site.enforces_accounts else warning
-        found = f"accounting has no user {site.user} in account {cluster.account}"
+        # a site's plugin may turn a project's name into that of an account
+        is_taken = any(answer.accepted for answer in site.answers)
+        make = failed if site.enforces_accounts and not is_taken else warning
+        found = f"accounting has no user {site.user} in account {account}"
         yield make(Topic.ACCOUNT, found, f"set account to one of: {', '.join(known)}")
 
 
 def _judge_qos(cluster: ClusterSpec, site: Site) -> Iterator[Verdict]:
-    if cluster.qos is None or not site.qos:
+    qos = option_of(cluster, "qos")
+    if not qos or not site.qos:
         return
     names = [each.name for each in site.qos]
-    if cluster.qos not in names:
-        found = f"there is no QOS {cluster.qos}"
+    if qos not in names:
+        found = f"there is no QOS {qos}"
         yield failed(Topic.QOS, found, f"set qos to one of: {', '.join(names)}")
         return
     allowed = sorted({name for each in _own_associations(cluster, site) for name in each.qos})
-    if allowed and cluster.qos not in allowed:
+    if allowed and qos not in allowed:
         make = failed if site.enforces_accounts else warning
-        found = f"{site.user}'s account may not use {cluster.qos}"
+        found = f"{site.user}'s account may not use {qos}"
         yield make(Topic.QOS, found, f"set qos to one of: {', '.join(allowed)}")
         return
-    yield ok(Topic.QOS, f"{cluster.qos} may be used")
+    yield ok(Topic.QOS, f"{qos} may be used")
 
 
 def _own_associations(cluster: ClusterSpec, site: Site) -> list[Limits]:
+    account = option_of(cluster, "account")
+    partitions = ["", *partitions_of(cluster)]
     return [
         each
         for each in site.associations
-        if cluster.account in (None, each.account) and each.partition in ("", cluster.partition)
+        if account in ("", each.account) and each.partition in partitions
     ]
 
 
@@ -187,9 +193,9 @@ def _limits_in_force(cluster: ClusterSpec, site: Site) -> list[tuple[str, Limits
         name=partition.name, max_minutes=partition.max_minutes, max_nodes=partition.max_nodes
     )
     limits = [(f"partition {partition.name}", of_partition)]
-    names = {cluster.qos, partition.qos}
+    names = {option_of(cluster, "qos"), partition.qos}
     limits += [(f"QOS {each.name}", each) for each in site.qos if each.name in names]
-    if site.enforces_accounts and cluster.account is not None:
+    if site.enforces_accounts and option_of(cluster, "account"):
         own = _own_associations(cluster, site)
         limits += [(f"account {each.account}", each) for each in own]
     return limits
