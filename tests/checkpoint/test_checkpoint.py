@@ -626,6 +626,31 @@ def test_a_failed_deletion_does_not_spoil_the_save(store: Store, monkeypatch: py
     assert len(store.paths()) == 2
 
 
+@pytest.mark.parametrize("name", ["iterdir", "exists"])
+def test_files_that_cannot_be_looked_at_after_a_save_do_not_spoil_it(
+    store: Store, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A file system may fail for a moment: the list of the folder, or a namesake of a worker's state."""
+    states, prune = Store(store.folder / "worker", partners=store.folder), Store._prune
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def failing(self: Store) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, name, refused)
+            prune(self)
+
+    save(states, 1)
+    monkeypatch.setattr(Store, "_prune", failing)
+    for samples in (2, 3, 4):
+        save(states, samples)
+    assert latest_samples(states) == 4
+    monkeypatch.setattr(Store, "_prune", prune)
+    save(states, 5)
+    assert len(states.paths()) == 2
+
+
 # functions that touch the disk; kills between the many small writes are tested below, by time
 STAGES = {"save", "_prepare_folder", "_remove_temporaries", "_write", "whole_file", "_write_checkpoint", "_prune"}
 

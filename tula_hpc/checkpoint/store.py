@@ -230,16 +230,19 @@ class CheckpointStore:
         sync_folder(self.folder)
 
     def _prune(self) -> None:
-        """Delete files older than the `keep` newest; rejected files do not count as kept."""
-        usable = 0
-        for path in reversed(self.paths()):
-            is_wanted = self.partners is not None and (self.partners / path.name).exists()
-            if usable >= self.keep and not is_wanted:
-                # an error does no harm: the new checkpoint is safe, and the next save tries again
-                with contextlib.suppress(OSError):
-                    path.unlink()
-            if path not in self._rejected:
-                usable += 1
+        """Delete files older than the `keep` newest; rejected files do not count as kept.
+
+        Errors do no harm: the new checkpoint is safe, and the next save tries again.
+        """
+        with contextlib.suppress(CheckpointError, OSError):
+            usable = 0
+            for path in reversed(self.paths()):
+                is_wanted = self.partners is not None and (self.partners / path.name).exists()
+                if usable >= self.keep and not is_wanted:
+                    with contextlib.suppress(OSError):
+                        path.unlink()
+                if path not in self._rejected:
+                    usable += 1
 
 
 def load_model(place: str | Path) -> dict[str, Any]:
