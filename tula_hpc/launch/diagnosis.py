@@ -67,9 +67,9 @@ def _raised(failure: Failure) -> str:
     return rf"^(\[rank\d+\]: )?tula_hpc\.errors\.{error_for(failure).__name__}: "
 
 
-# our errors about a file that a file system refused for a passing reason
+# errors about a file that a file system refused for a passing reason: ours, and Python's own
 _REFUSED_FILE = (
-    r"^(\[rank\d+\]: )?tula_hpc\.errors\.\w+: .* cannot be (saved|written|read): "
+    r"^(\[rank\d+\]: )?(tula_hpc\.errors\.\w+: .* cannot be \w+: |\w+Error: \[Errno \d+\] )"
     rf"({'|'.join(map(os.strerror, PASSING))})"
 )
 # Python's last words when it cannot write a traceback any more
