@@ -1412,7 +1412,7 @@ def test_a_training_that_ended_is_compared_with_its_plan(tmp_path: Path, cluster
     assert run_status.promise is not None
     assert (run_status.promise.actual_s, run_status.promise.verdict, run_status.promise.paid) == (5_400.0, "more", 12.0)
     text = re.sub(r"\s+", " ", text_of(run_status))
-    assert "took 1 h 30 min, longer than the predicted 57 min to 1 h 3 min (90 %; expected 1 h)" in text
+    assert "actual took 1 h 30 min, longer than the predicted 57 min to 1 h 3 min (90 %; expected 1 h)" in text
     assert "cost 12.00 USD, predicted: 8.0 USD; by accounting" in text
     assert "and 8.0 USD in all" in text, "one prediction has the same digits on both lines"
 
@@ -1437,7 +1437,7 @@ def test_a_node_hour_has_its_price_on_every_basis(basis: str) -> None:
 
 
 def test_a_price_that_nobody_set_is_said_to_be_the_default() -> None:
-    assert describe_price(ClusterSpec(), None).endswith("per node and hour, the default of pricing.usd_per_node_hour")
+    assert describe_price(ClusterSpec(), None) == "1.00 USD per node and hour, the default of pricing.usd_per_node_hour"
 
 
 def test_an_unknown_part_of_a_price_is_not_made_up() -> None:

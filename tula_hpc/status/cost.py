@@ -64,7 +64,7 @@ def describe_price(part: ClusterSpec, watts: float | None) -> str:
         return f"memory: {format_money(pricing.usd_per_gib_hour)} per GiB and hour"
     if pricing.basis == "spot":
         return f"spot: {format_money(pricing.usd_per_spot_node_hour, currency)} per node and hour"
-    words = f"node-hour: {format_money(pricing.usd_per_node_hour, currency)} per node and hour"
+    words = f"{format_money(pricing.usd_per_node_hour, currency)} per node and hour"
     if pricing.is_default:
         words += ", the default of pricing.usd_per_node_hour"
     return words

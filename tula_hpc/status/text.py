@@ -132,7 +132,7 @@ def _stages(status: RunStatus) -> Iterator[LabelledLine]:
     if status.training is not None:
         yield from _training_lines(status.training)
     if status.promise is not None:
-        yield "promise", _promise(status.promise)
+        yield "actual", _promise(status.promise)
     yield "report", _report(status)
 
 
