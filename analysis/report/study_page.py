@@ -88,7 +88,7 @@ def _page(
 ) -> dict[str, Any]:
     return {
         **shared_content(contents.sweep.name, contents.events, drawn, files),
-        "subtitle": "Methods of large-batch training, compared at equal epochs",
+        "subtitle": "Methods of large-batch training, compared after the same number of epochs",
         "answer": answer(table),
         "warnings": cautions(contents, table),
         "cells": table_cells(table),
