@@ -56,6 +56,23 @@ def test_a_folder_shows_what_lies_in_the_working_directory_and_keeps_what_is_new
     assert (own / "last.pt").read_text() == "2"
 
 
+def test_a_folder_of_somebody_else_that_may_not_be_searched_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    (home / "private").mkdir(parents=True)
+    is_file = Path.is_file
+
+    def refused(path: Path) -> bool:
+        if path.parent.name == "private":
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refused)
+    own = own_folder(tmp_path / "run" / "own", home)
+    assert [path.name for path in own.iterdir()] == ["private"]
+
+
 def test_files_that_scripts_name_in_the_folder_above_appear_there_and_are_spared(tmp_path: Path) -> None:
     home = tmp_path / "examples" / "mnist"
     for name in ("data/x", "out/last.pt", "others/y"):

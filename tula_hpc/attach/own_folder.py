@@ -117,7 +117,11 @@ def _shown_of(folder: Path) -> list[Path]:
 
 
 def _is_run(run: RunDirectory) -> bool:
-    return run.events_file.is_file() and run.sweep_file.is_file()
+    try:
+        return run.events_file.is_file() and run.sweep_file.is_file()
+    except OSError:
+        # somebody else's folder, which may not be searched
+        return False
 
 
 def _entries_of(entry: Path, own: Path, most: int) -> int:
