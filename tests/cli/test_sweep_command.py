@@ -97,6 +97,22 @@ def test_a_mistake_is_one_line_exit_code_2_and_nothing_is_created(
     assert [path.name for path in sweep_file.parent.iterdir()] == ["small.toml"]
 
 
+def test_a_run_below_a_folder_that_may_not_be_searched_is_bad_input(
+    sweep_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exists = Path.exists
+
+    def refused(path: Path) -> bool:
+        if path.parent.name == "theirs":
+            raise PermissionError(13, "Permission denied", str(path))
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", refused)
+    assert main([str(sweep_file), "--run-dir", "theirs/run"]) == 2
+    where = sweep_file.parent / "theirs" / "run"
+    assert capsys.readouterr().err == f"{where}: cannot be reached: Permission denied; use another --run-dir\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "mistake"),
     [

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from tula_hpc.command_errors import ending_at_once
 from tula_hpc.env import slurm_conf
 from tula_hpc.errors import InputError, NotConfiguredError, RunDirectoryError, TrialError
+from tula_hpc.files import in_words
 
 if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec, SweepSpec
@@ -271,8 +272,8 @@ def run_root(options: argparse.Namespace, spec: SweepSpec) -> Path:
     """Return the run directory's path.
 
     Raises:
-        RunDirectoryError: The path holds characters with a meaning in job scripts, or it or a
-            parent exists and is no folder.
+        RunDirectoryError: The path holds characters with a meaning in job scripts, it or a parent
+            exists and is no folder, or a parent may not be searched.
     """
     from tula_hpc.records import RunDirectory
 
@@ -280,6 +281,12 @@ def run_root(options: argparse.Namespace, spec: SweepSpec) -> Path:
     root = Path(options.run_dir or usual)
     run = RunDirectory(root)
     run.check_name()
+    try:
+        root.exists()
+    except OSError as error:
+        # a folder above it may not be searched
+        message = f"cannot be reached: {in_words(error)}; use another --run-dir"
+        raise RunDirectoryError(message, source=root.absolute()) from None
     existing = next(path for path in (run.root, *run.root.parents) if os.path.lexists(path))
     if not existing.is_dir():
         raise RunDirectoryError("is not a folder; use another --run-dir", source=existing)
