@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -595,9 +596,16 @@ def with_batches_ahead() -> None:
         optimizer.step()
 
 
-def with_a_batch_ahead_of_the_first_step(by_closure: bool) -> None:
+class Checkpointed(nn.Linear):
+    """A model that computes its activations again in the backward pass, which contains another one."""
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return checkpoint(super().forward, inputs.requires_grad_(), use_reentrant=True)
+
+
+def with_a_batch_ahead_of_the_first_step(by_closure: bool, kind: type[nn.Linear] = nn.Linear) -> None:
     """Fetch the next batch of a stream before the first step, as Lightning does, by a closure or by hand."""
-    model = nn.Linear(4, 2)
+    model = kind(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     batches = iter(DataLoader(TensorDataset(torch.randn(9, 4)), 3))
     ahead = next(batches)
@@ -885,6 +893,10 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
     ),
     "with a batch ahead of the first step": (
         lambda: with_a_batch_ahead_of_the_first_step(by_closure=False),
+        "begin batch batch ready step, batch forward 3 ready step, forward 3 ready step",
+    ),
+    "with a batch ahead of a first step with activation checkpoints": (
+        lambda: with_a_batch_ahead_of_the_first_step(by_closure=False, kind=Checkpointed),
         "begin batch batch ready step, batch forward 3 ready step, forward 3 ready step",
     ),
     "with a batch ahead of the first closure": (

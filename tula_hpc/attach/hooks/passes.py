@@ -295,6 +295,8 @@ class Forwards:
 class BackwardPasses:
     """Counts backward passes, and detects parameters that change though no optimizer has stepped.
 
+    A backward pass within another one, as of activation checkpoints, is a part of it.
+
     At such a change it calls `refuse` with the words that follow the script's name in the message.
     """
 
@@ -304,6 +306,8 @@ class BackwardPasses:
         self.count = 0
         # an optimizer of torch has taken a step
         self.is_stepped = False
+        # backward passes that have begun and not ended
+        self._open = 0
         self._sums: list[tuple[Tensor, float]] = []
 
     def install(self) -> None:
@@ -312,7 +316,13 @@ class BackwardPasses:
 
         @wraps(original)
         def backward(*args: Any, **kwargs: Any) -> None:
-            original(*args, **kwargs)
+            self._open += 1
+            try:
+                original(*args, **kwargs)
+            finally:
+                self._open -= 1
+            if self._open:
+                return
             self.count += 1
             if not self.is_stepped:
                 self._look()
