@@ -130,7 +130,7 @@ class LoaderPass:
         self._is_indexed = getattr(iterator, "_dataset_kind", None) == _DatasetKind.Map
         self.given_out: int | None = None
         # a batch of one item cannot be shorter, and the item may itself be a batch
-        if self._is_collated and self.size != 1 and not getattr(batches, "drop_last", True):
+        if self._is_collated and self.size != 1 and not _drops_last(batches):
             self.given_out = self.drawn or sys.maxsize
 
     def epoch(self, samples: int, batch: int, workers: int) -> tuple[int, int]:
@@ -171,6 +171,14 @@ class LoaderPass:
         # An endless sampler fills each batch. An iterable data set may not, but a list shows it.
         is_listed = isinstance(batch, list) and len(batch) == size
         return size if self._is_indexed or is_listed else 0
+
+
+def _drops_last(batches: Any) -> bool:
+    """Tell whether a sampler leaves a shorter last batch out; True if that is unknown."""
+    # accelerate wraps a batch sampler to skip the first batches of a resumed epoch
+    while not hasattr(batches, "drop_last") and hasattr(batches, "batch_sampler"):
+        batches = batches.batch_sampler
+    return bool(getattr(batches, "drop_last", True))
 
 
 def _drawn_by(batches: Any) -> int:

@@ -163,6 +163,17 @@ def test_a_worker_has_its_share_of_a_batch_that_accelerate_splits() -> None:
     assert [LoaderPass(loader).items_in(batch, 1) for batch in loader] == [2, 2]
 
 
+@pytest.mark.parametrize(("drops_last", "least"), [(False, 1), (True, 8)])
+def test_the_rest_of_an_epoch_ends_as_all_of_it_where_accelerate_skips_its_first_batches(
+    drops_last: bool, least: int
+) -> None:
+    accelerate = pytest.importorskip("accelerate.data_loader", reason="accelerate is not installed here")
+    data = TensorDataset(torch.zeros(20))
+    shard = accelerate.BatchSamplerShard(BatchSampler(range(20), 4, drops_last), 2, 0)
+    rest = iter(DataLoader(data, batch_sampler=accelerate.SkipBatchSampler(shard, 1)))
+    assert LoaderPass(rest).epoch(20, 8, 2) == (20, least)
+
+
 IMAGE = {"image": torch.zeros(3, 2, 2)}
 
 
