@@ -199,6 +199,28 @@ def test_the_last_of_several_loaders_with_as_many_items_gave_the_batch(samples: 
     assert hooks.loader is loaders[expected]
 
 
+@pytest.mark.parametrize(("asked", "expected"), [([3], 3), ([], 5)])
+def test_a_batch_that_a_script_cuts_out_of_others_has_the_samples_that_were_asked_for(
+    asked: list[int], expected: int
+) -> None:
+    """With webdataset, a script mixes the batches of loader processes. Else the first dimension may be of nodes."""
+    seen: list[int] = []
+
+    class Asking(Listener):
+        def asked(self) -> list[int]:
+            return asked
+
+        def forward_begins(self, samples: int) -> None:
+            seen.append(samples)
+
+    hooks = Hooks(Asking())
+    loader = iter(DataLoader(TensorDataset(torch.zeros(10)), 5))
+    for _ in range(2):
+        hooks.next_batch(loader, next(loader))
+    hooks._before_forward(nn.Identity(), (torch.zeros(3),), {})
+    assert seen == [expected]
+
+
 def test_passes_without_gradients_over_the_batches_of_a_step_are_no_evaluation() -> None:
     """Contrastive losses over several parts compute features first, and then each part again with gradients."""
     calls: list[object] = []

@@ -250,9 +250,8 @@ class Hooks:
         """Return the samples of a forward pass by its arguments; 0 where these do not show them."""
         first = args[0] if args else kwargs
         given = self._last.items
-        if isinstance(first, Tensor) and first.dim() > 0 and first.shape[0] == given > 0:
-            return given
-        if isinstance(first, list | tuple) and len(first) == given:
+        is_batch = isinstance(first, Tensor) and first.dim() > 0 and first.shape[0] == given > 0
+        if is_batch or (isinstance(first, list | tuple) and len(first) == given):
             return given
         samples = samples_in(first) or samples_in((args, kwargs))
         unused = [count for _, count in self._unused]
@@ -263,9 +262,10 @@ class Hooks:
             # batches of several loaders joined, as of labelled and many more unlabelled items
             return min(both)
         # a class of its own; a first dimension of views, nodes, sequences; or one sample, as in vmap
-        is_more = 0 < sum(unused) < samples
         is_one = given > 0 and isinstance(first, Tensor) and is_functorch_wrapped_tensor(first)
-        if not samples or is_more or is_one or given % samples not in (0, given):
+        is_hidden = not samples or is_one or 0 < sum(unused) < samples
+        # a script may also mix several batches and cut them anew, into those that were asked for
+        if is_hidden or not (given % samples in (0, given) or samples in self.listener.asked()):
             return given
         return samples if given else self._samples_along(first, samples)
 
