@@ -1128,10 +1128,13 @@ def test_a_teacher_within_a_model_is_not_trained() -> None:
     assert set(trained_in(model)) == parameters_of(optimizer)
 
 
-def test_a_librarys_wrapper_has_the_name_of_the_model_within() -> None:
-    model, wrapper = Wrapping(), nn.Module()
+def test_a_wrapper_of_a_library_has_the_name_of_the_model_within() -> None:
+    model = Wrapping()
+    wrapper = nn.Module()
     wrapper._forward_module = model
     assert name_of(model) == "Wrapping"
+    parallel = nn.DataParallel(wrapper)
+    assert name_of(parallel) == "Wrapping"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from tula_hpc.attach.hooks.patches import before
 
 T = TypeVar("T")
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
+WRAPPERS = (DistributedDataParallel, nn.DataParallel)
 # attributes in which the wrappers of torch.compile and Lightning's Fabric hold the model
 WRAPPED = ("_orig_mod", "_forward_module")
 # modules and optimizers that a script has frozen, by id
@@ -87,7 +88,7 @@ def name_of(model: nn.Module) -> str:
     if isinstance(model, DistributedDataParallel):
         return type(model.module).__name__
     around = modules_with(set(model.parameters()))
-    inner = (each for each in around if not isinstance(each, DistributedDataParallel))
+    inner = (each for each in around if not isinstance(each, WRAPPERS))
     own = (each for each in inner if not any(hasattr(each, name) for name in WRAPPED))
     names = [type(module).__name__ for module in own]
     return names[-1] if names else type(model).__name__
