@@ -170,8 +170,8 @@ class ScriptProfile(MeasuredSteps):
         elif steps == 0:
             when = " before its first optimizer step"
             remedy = (
-                "expected optimizer.step() of one of torch.optim after each batch, and no file of an "
-                "earlier training from which it goes on"
+                "expected optimizer.step() of one of torch.optim after each batch, not in a process "
+                "that it starts, and no file of an earlier training from which it goes on"
             )
         else:
             when = f" after {plural(steps, 'optimizer step')}, before it was measured"
