@@ -95,10 +95,12 @@ from package import Data, Model
 cli = LightningCLI(Model, Data)
 """
 ABSL = """
-from absl import flags
+from absl import app, flags
 flags.DEFINE_integer("batch_size", 128, "samples of a step")
 flags.DEFINE_integer("max_epochs", 7, "")
 flags.DEFINE_bool("resume", False, "")
+def main(argv): ...
+app.run(main)
 """
 HYDRA = """
 import hydra
@@ -598,8 +600,19 @@ def next_lines(tmp_path: Path, script: str, capsys: pytest.CaptureFixture[str]) 
         (SUBCOMMANDS, "train.py train --bs 32 --epochs 100 --data ..."),
         (CLICK_GROUP, "train.py fit --bs 32 --epochs 100 --data ..."),
         (TYPER_COMMANDS, "train.py train-it --bs 16 --epochs 100 ..."),
+        # its function gets the arguments that are left, which are no option
+        (ABSL, "train.py --batch_size 128 --max_epochs 100"),
     ],
-    ids=["a place", "no batch", "steps", "steps with a default", "subcommands", "click group", "typer commands"],
+    ids=[
+        "a place",
+        "no batch",
+        "steps",
+        "steps with a default",
+        "subcommands",
+        "click group",
+        "typer commands",
+        "absl",
+    ],
 )
 def test_the_next_command_has_what_the_script_requires(
     commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
@@ -611,7 +624,7 @@ def test_the_next_command_has_what_the_script_requires(
     written = (tmp_path / "train.toml").read_text()
     assert len(required_arguments(written)) == words.count("...")
     # if only steps are given, the user knows how long an epoch is
-    assert ("{steps} is epochs * samples" in written) == ("--epochs" not in words and "--config" not in words)
+    assert ("{steps} is epochs * samples" in written) == ("epochs" not in words and "--config" not in words)
     assert ("name it, as in batch-{local_batch}.yaml" in written) == ("--config" in words)
 
 

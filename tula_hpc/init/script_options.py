@@ -376,17 +376,17 @@ def _of_call(texts: list[str], given: dict[str, ast.expr], constants: dict[str, 
 
 def _made(tree: ast.Module) -> Iterator[Option]:
     """Yield the parameters and fields from which a call or a decorator makes options."""
+    # absl's `app.run` gives its function the arguments that are left, and makes no options of it
+    is_absl = any(name.startswith("absl") for name in imported_by(tree))
+    making = _MAKERS - {"run"} if is_absl else _MAKERS
     makers: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and last_name(node.func) in _MAKERS:
+        if isinstance(node, ast.Call) and last_name(node.func) in making:
             for argument in node.args:
                 makers |= {each.id for each in ast.walk(argument) if isinstance(each, ast.Name)}
     constants = constants_of(tree)
     # without click's commands, whose options `_declared` finds
-    commands: dict[str, str | None] = {
-        **dict.fromkeys(makers, ""),
-        **_commands_of_typer(tree),
-    }
+    commands: dict[str, str | None] = {**dict.fromkeys(makers, ""), **_commands_of_typer(tree)}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name in commands:
             command = commands[node.name]
