@@ -270,6 +270,18 @@ def test_a_pass_of_more_samples_than_the_data_set_has_items_leaves_the_samples_o
     assert sweep.search.max_batch > 1024
 
 
+def test_an_option_that_only_the_source_shows_is_named_to_carry_the_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Flags of absl are in no parser that is watched, and the run may have left them at their defaults."""
+    monkeypatch.setattr("tula_hpc.attach.__main__._look", lambda *_: seen_of())
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text('from absl import flags\nflags.DEFINE_integer("batch_size", 7, "")\n')
+    assert main(["train.py"]) == 0
+    asked = '\n# arguments = ["--batch_size", "{local_batch}"] # no argument is 7, the batch that the model got: '
+    assert asked in capsys.readouterr().out
+
+
 def test_where_the_script_has_no_option_for_its_batch_the_file_gets_the_runs_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

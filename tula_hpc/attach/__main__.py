@@ -425,7 +425,7 @@ def _asked_arguments(
     )
     if not got:
         words = "no tensor shows the batch: put {local_batch} into the argument that sets it"
-    elif not options.arguments and not known.names:
+    elif not (options.arguments or known.names or _in_source(arguments, options)):
         words = (
             f"the script was given no arguments and parses none: its batch, {got}, is set in its "
             "source or environment; give it an option for that"
@@ -472,14 +472,19 @@ def _with_batch(
     own = next((name for name in known.names.values() if "batch" in name), None)
     if own is not None:
         return [*arguments, *worded(own, "{local_batch}")]
-    is_keyed = _gives_keys(arguments)
-    if not options.is_module:
-        source = read_options(Path(options.script), takes_keys=is_keyed)
-        if source.batch is not None:
-            return [*arguments, *source.for_all_workers(source.batch.words("{local_batch}"))]
-    if is_keyed:
+    if in_source := _in_source(arguments, options):
+        return [*arguments, *in_source]
+    if _gives_keys(arguments):
         return [*arguments, "batch_size={local_batch}"]
     return [*arguments, "--batch-size", "{local_batch}"]
+
+
+def _in_source(arguments: Sequence[str], options: argparse.Namespace) -> list[str]:
+    """Return the words for {local_batch} by an option in the script's source; [] without one."""
+    if options.is_module:
+        return []
+    source = read_options(Path(options.script), takes_keys=_gives_keys(arguments))
+    return source.for_all_workers(source.batch.words("{local_batch}")) if source.batch else []
 
 
 def _sweep_file(
