@@ -254,6 +254,26 @@ def test_passes_that_cannot_be_planned_are_not_printed_as_they_are(
     assert advice in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("given", ["--accum=4", ""])
+def test_passes_that_a_script_divides_among_its_workers_are_as_many_as_the_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: str
+) -> None:
+    """nanoGPT does so. A run of one worker takes all of them, which says nothing about several workers."""
+    monkeypatch.setattr("tula_hpc.attach.__main__._look", lambda *_: seen_of(accumulation=4))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    source = "batch = 7\naccum = 4\nexec(open('configurator.py').read())\naccum //= world_size\n"
+    Path("train.py").write_text(source)
+    run = ["train.py", "--batch=7", *given.split()]
+    assert main(run) == 0
+    printed = capsys.readouterr().out
+    assert '\narguments = ["--batch={local_batch}", "--accum={workers}"]' in printed
+    assert "\naccumulation" not in printed
+    assert init(["--script", "train.py"]) == 0
+    assert main(["--into", "train.toml", *run]) == 0
+    assert "passes" not in capsys.readouterr().out.splitlines()[-1]
+
+
 def test_a_pass_of_more_samples_than_the_data_set_has_items_leaves_the_samples_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,9 +72,11 @@ from tula_hpc.init.sweep_file import (
     required_keys,
     resume_lines,
     search_and_training,
+    share_passes,
     with_arguments,
     with_asked_arguments,
     with_fitting_bounds,
+    with_shared_passes,
     workers_in,
 )
 from tula_hpc.own_sources import find_module, named_above, program_of, source_of
@@ -361,8 +363,7 @@ def _table(
     known = ParsedOptions(**result["options"])
     got = result["forward_batch"]
     arguments = with_placeholders(options.arguments, got, result["accumulation"], known)
-    if result["accumulation"] == 1:
-        arguments = _for_all_workers(arguments, options)
+    arguments = _for_several_workers(arguments, result["accumulation"], options)
     table: dict[str, Any] = {key: options.script, "arguments": arguments}
     asked: dict[str, tuple[Any, str]] = {}
     if not any("batch}" in argument for argument in arguments):
@@ -386,7 +387,7 @@ def _table(
     elif "{epochs}" not in joined:
         words += "; put {epochs} into the argument that sets them, or {steps} where steps are set"
     asked["epochs"] = (90, words)
-    passes = result["accumulation"]
+    passes = 1 if share_passes(arguments) else result["accumulation"]
     planned = power_of_two(max(1, passes))
     if passes == planned or "{accumulation}" in joined:
         table |= {"accumulation": planned} if planned > 1 else {}
@@ -399,14 +400,17 @@ def _table(
     }
 
 
-def _for_all_workers(arguments: list[str], options: argparse.Namespace) -> list[str]:
-    """Return arguments with {global_batch} where the source shows that it is for all workers."""
+def _for_several_workers(
+    arguments: list[str], passes: int, options: argparse.Namespace
+) -> list[str]:
+    """Return arguments with placeholders for what workers share, as far as the source shows it."""
     program = program_of(options.script) if options.is_module else Path(options.script)
     # the source of a module may be unreadable here
     with contextlib.suppress(ValueError):
         if program:
             source = read_options(program, takes_keys=_gives_keys(arguments))
-            return source.for_all_workers(arguments)
+            arguments = with_shared_passes(source, arguments)
+            return source.for_all_workers(arguments) if passes == 1 else arguments
     return arguments
 
 

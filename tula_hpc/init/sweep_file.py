@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from tula_hpc.config import ClusterSpec
 from tula_hpc.formatting import plural
 from tula_hpc.init.cluster_file import UNKNOWN, KeyLine, usable_cores
-from tula_hpc.init.script_options import Option, ScriptOptions
+from tula_hpc.init.script_options import Option, ScriptOptions, flags_of
 
 # batch that is assumed if the script has no default
 USUAL_BATCH = 32
@@ -350,11 +350,32 @@ def with_asked_arguments(text: str, line: KeyLine) -> str:
     return f"{text[: asked.start()]}{line.text()}\n{others}"
 
 
+def with_shared_passes(options: ScriptOptions, arguments: Sequence[str]) -> list[str]:
+    """Return arguments with {workers} for the passes that a script divides among its workers."""
+    option = options.accumulation
+    if option is None or not options.shares_passes:
+        return list(arguments)
+    found = []
+    for flag, argument in zip(flags_of(arguments), arguments, strict=True):
+        is_passes = flag.lstrip("-").replace("-", "_") in option.names
+        shared = re.sub(r"(\d+|{accumulation})$", "{workers}", argument)
+        found.append(shared if is_passes else argument)
+    return found if share_passes(found) else [*found, *option.words("{workers}")]
+
+
+def share_passes(arguments: Sequence[str]) -> bool:
+    """Tell whether {workers} sets the passes of a step, of which each worker then takes one."""
+    values = zip(flags_of(arguments), arguments, strict=True)
+    return any("accum" in flag and value.endswith("{workers}") for flag, value in values)
+
+
 def other_passes(text: str, seen: int, *, is_step: bool) -> str:
     """Return advice on a file whose steps have another number of passes than was `seen`; else "".
 
     `is_step`: the file's base_batch is that of the step that was seen.
     """
+    if share_passes(_arguments_in(text)[1]):
+        return ""
     before = _number_in(text, "accumulation") or 1
     took = f"a step took {plural(seen, 'forward pass')} here"
     asked = power_of_two(seen) if "{accumulation}" in text else seen
