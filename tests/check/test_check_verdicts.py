@@ -322,6 +322,16 @@ def test_fewer_nodes_than_max_nodes_are_a_warning_and_broken_ones_do_not_count()
         assert (verdict.level, verdict.remedy.split(",")[0]) == (Level.WARNING, "set max_nodes = 1")
 
 
+@pytest.mark.parametrize("state", ["idle", "idle~", "mixed-", "allocated#", "planned", "reserved", "completing"])
+def test_nodes_that_are_at_work_or_asleep_can_be_used(state: str) -> None:
+    assert NODES.model_copy(update={"state": state}).usable
+
+
+@pytest.mark.parametrize("state", ["down*", "draining", "drained$", "fail", "inval", "maint", "powering_down", "unk*"])
+def test_nodes_that_take_no_job_cannot_be_used(state: str) -> None:
+    assert not NODES.model_copy(update={"state": state}).usable
+
+
 def test_a_small_default_of_memory_is_a_warning_only_where_the_node_is_the_jobs_own() -> None:
     little = BATCH.model_copy(update={"default_memory_mb_per_cpu": 1000})
     assert level(on_site(Topic.HOST_MEMORY, partition=little)) is Level.WARNING

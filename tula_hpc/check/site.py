@@ -50,7 +50,7 @@ class Nodes(Record):
     @property
     def usable(self) -> bool:
         """Tell whether jobs may run on these nodes, now or later."""
-        return not re.search("down|drain|fail|maint|power.*down|unk", self.state.lower())
+        return not re.search("down|drain|fail|inval|maint|unk", self.state.lower())
 
 
 class Limits(Record):
