@@ -24,6 +24,8 @@ SHORT_REASONS = {
     Why.BUDGET: "over the budget",
     Why.BATCH: "batch too large",
 }
+# ends of intervals above this multiple of the limit are not told, as they may have no end at all
+MOST_TOLD = 10.0
 ALSO_ON_TOP = " and more while the gradient scale is updated and a checkpoint is written"
 
 
@@ -168,9 +170,11 @@ def _unseen_memory(row: CandidateTable, part: Partition) -> str:
     workers = row.nodes * row.workers_per_node
     _, high = part.models.memory.interval(float(row.local_batch), workers=workers)
     most = max(profile.part_batch for profile in part.summary.profiles)
+    farthest = MOST_TOLD * (part.memory_limit_bytes or 0)
+    reaches = "reaches" if high <= farthest else "reaches beyond"
     return (
         f"at most {most:,.0f} samples at once were measured, and the 90 % interval of the memory of "
-        f"this batch reaches {_too_much_memory(float(high), part)}"
+        f"this batch {reaches} {_too_much_memory(min(float(high), farthest), part)}"
     )
 
 

@@ -171,3 +171,10 @@ def test_the_copy_for_a_checkpoint_is_the_state_and_divided_states_are_gathered_
     divided = memory(32, optimizer_bytes=10 * MIB, sharded_bytes=10 * MIB)
     assert checkpoint_copy_bytes([divided], [4]) == plain.parameter_bytes + 2 * 4 * 10 * MIB
     assert checkpoint_copy_bytes([plain, divided], [1, 4]) == checkpoint_copy_bytes([divided], [4])
+
+
+def test_an_interval_that_nothing_measured_bounds_is_told_by_the_limit() -> None:
+    rows = [ok(n, b, memory=memory(0), dataset_samples=10**7) for n in (1, 2) for b in (32, 64)]
+    spec = sweep("knee", cluster_sizes=[1, 2], min_batch=32, max_batch=2**20)
+    largest = make_plan(spec, cluster(memory_gb=16.0), rows).candidates[-1]
+    assert "this batch reaches beyond 160 GiB per worker, more than 14.4 GiB" in largest.why
