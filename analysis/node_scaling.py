@@ -233,7 +233,7 @@ def _sizes(
     while beyond <= most:
         sizes.add(beyond)
         beyond *= 2
-    return sorted({*evenly(sorted(sizes), MOST_SIZES), chosen})
+    return sorted(sizes)
 
 
 def _curve(
@@ -253,6 +253,9 @@ def _curve(
         table = table.take(table.nodes >= base)
     if base is None or table.rows < 2:
         return ScalingCurve(kind, batch, [], _why_not(kind, batch, left_out), left_out)
+    # thinned only now, so that the base is never left out
+    shown = {*evenly(table.nodes.tolist(), MOST_SIZES), chosen.nodes}
+    table = table.take(np.isin(table.nodes, list(shown)))
     return ScalingCurve(kind, batch, _rows(table, part), left_out=left_out)
 
 

@@ -15,7 +15,14 @@ from tests.run_factory import make_run
 from tula_hpc.analysis.costs.interruptions import Resume
 from tula_hpc.analysis.models.regression import Array
 from tula_hpc.analysis.models.step_time import StepTimeModel
-from tula_hpc.analysis.node_scaling import NodeScaling, ScalingCurve, listed_sizes, node_scaling_of, part_scaling
+from tula_hpc.analysis.node_scaling import (
+    MOST_SIZES,
+    NodeScaling,
+    ScalingCurve,
+    listed_sizes,
+    node_scaling_of,
+    part_scaling,
+)
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.planning.candidates import Partition
 from tula_hpc.analysis.planning.partitions import fit_parts
@@ -120,6 +127,20 @@ def test_intervals_hold_their_values_and_widen_beyond_what_was_measured(fitted: 
                 assert 0 < low <= value <= high
         widths = [row.efficiency.high / row.efficiency.low for row in curve.rows]
         assert widths[-1] > widths[2] > widths[0]
+
+
+def test_of_many_numbers_of_nodes_some_are_left_out_but_never_the_baseline() -> None:
+    """Strong scaling of 1,024 needs divisors of it; those up to 4 nodes lack memory."""
+    sizes = list(range(1, 31))
+    rows = [measured(nodes, batch) for nodes in sizes for batch in (8, 32)] + [oom(1, 256)]
+    spec = sweep(cluster_sizes=sizes, min_batch=8, max_batch=1024)
+    found = part_scaling(part_of(rows, spec, law=KNOWN), spec, chosen(16, 1024))
+    assert [row.nodes for row in found.strong.rows] == [8, 16, 64]
+    nodes = [row.nodes for row in found.weak.rows]
+    assert nodes[0] == 1
+    assert nodes[-1] == 120
+    assert 16 in nodes
+    assert len(nodes) <= MOST_SIZES + 1
 
 
 @pytest.mark.parametrize("off", [0.0, 0.3])
