@@ -80,6 +80,8 @@ def rows(*states: tuple[str, str, str]) -> list[StepState]:
         ([], "srun: error: n1: task 1: Terminated\nsrun: Force Terminated StepId=7.0", Failure.KILLED),
         ([], "n1: task 1: Terminated\nn0: task 0: Exited with exit code 1", Failure.BUG),
         ([], f"{FRAME}RuntimeError: [gloo/pair.cc:534] Connection closed by peer [10.0.0.1]:1", Failure.KILLED),
+        # of torch's store, at the first collective of a worker whose peer has met it, and then hangs
+        ([], f"{FRAME}torch.distributed.DistStoreError: wait timeout after 600000ms, keys: /x/0//cpu", Failure.KILLED),
         # srun kills the others when one raises, so that its exception is the reason, whatever its peers say
         ([], f"{FRAME}KeyError: 'x'\nsrun: error: n1: task 1: Killed", Failure.BUG),
         ([], f"{FRAME}tula_hpc.errors.PreemptedError: requeue refused: disabled", Failure.PREEMPTED),

@@ -143,7 +143,7 @@ def classify(rows: Sequence[StepState], log: str) -> Failure:
 _PEER_LOST = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Connection was likely closed|"
     r"failed to recv, got 0 bytes|is a left-over|did not come to rank 0|did not find rank 0|"
-    r"Timed out waiting \d+ms for \w+ operation"
+    r"Timed out waiting \d+ms for \w+ operation|wait timeout after \d+ms"
 )
 # torch aborts a process whose nccl has lost a peer, in a thread of torch's own, and says why
 _NCCL_ENDS = re.compile(r"(?:watchdog thread terminated with exception: |debug info, due to )(.*)")
