@@ -364,6 +364,9 @@ def test_batches_of_a_loader_without_a_length_are_taken_as_they_come(tmp_path: P
         ([], 8, 0),
         ([8] * 6 + [5], 8, 8),
         ([6] * 6 + [5], 8, 6),
+        # epochs of two batches, seen from the second on
+        ([5, 8, 5, 8, 5], 8, 8),
+        ([5, 5, 8, 5], 8, 5),
         # batches that are drawn anew at every step, about as large as asked for, or not
         ([57, 66, 70, 61, 63], 64, 64),
         ([57, 66, 70, 61, 63], None, 63),

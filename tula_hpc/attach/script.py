@@ -102,7 +102,11 @@ def typical_batch(sizes: Counter[int], asked: int | None, *, has_loader: bool = 
     of a graph: the result is 0 instead of the mean.
     """
     if not varies(sizes):
-        return max(sizes, key=sizes.__getitem__, default=0)
+        usual = max(sizes, key=sizes.__getitem__, default=0)
+        # of an epoch's two batches the second is shorter, and may have been seen once more
+        if asked is not None and asked > usual and sizes[asked] >= max(1, sizes[usual] - 1):
+            return asked
+        return usual
     seen = list(sizes.elements())
     mean = statistics.fmean(seen)
     error = 2.0 * statistics.stdev(seen) / math.sqrt(len(seen))
