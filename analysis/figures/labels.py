@@ -175,15 +175,24 @@ def _freest_spot(here: Points, obstacles: Points, text: str) -> tuple[float, flo
     width = LETTER_SHARE * max(map(len, rows))
     height = LINE_SHARE * len(rows)
     half = np.array([width / 2 + 0.01, height / 2 + 0.01])
-    across, up = np.meshgrid(np.linspace(-0.4, 0.4, 17), np.linspace(-0.5, 0.5, 21), indexing="ij")
-    spots = np.clip(here + np.column_stack([across.ravel(), up.ravel()]), half, 1 - half)
-    gaps = np.maximum(np.abs(spots[:, None] - obstacles) - half, 0)
-    clearance = np.minimum(np.hypot(gaps[..., 0], gaps[..., 1]).min(axis=1), MOST_CLEARANCE)
+    # the whole panel only if no spot nearby is free, since it has five times as many spots
+    for reach in ((0.4, 0.5), (1.0, 1.0)):
+        spots = np.clip(here + _grid(*reach), half, 1 - half)
+        gaps = np.maximum(np.abs(spots[:, None] - obstacles) - half, 0)
+        clearance = np.minimum(np.hypot(gaps[..., 0], gaps[..., 1]).min(axis=1), MOST_CLEARANCE)
+        if clearance.any():
+            break
     # a label on a line is worse than a pointer across one
     faults = 2 * (clearance == 0) + _are_crossed(here, spots, obstacles)
     worth = clearance - 0.02 * np.hypot(*(spots - here).T) - MOST_CLEARANCE * faults
     best = spots[np.argmax(worth)]
     return float(best[0]), float(best[1])
+
+
+def _grid(across: float, up: float) -> Points:
+    """Return offsets up to these, 0.05 apart, as shares of the panel."""
+    sides = [np.linspace(-end, end, round(end / 0.025) + 1) for end in (across, up)]
+    return np.stack(np.meshgrid(*sides, indexing="ij"), axis=-1).reshape(-1, 2)
 
 
 def _are_crossed(here: Points, spots: Points, obstacles: Points) -> npt.NDArray[np.bool_]:

@@ -821,6 +821,16 @@ def test_the_pointer_of_a_label_crosses_no_other_line() -> None:
     assert y < np.interp(x, across, heights[1])
 
 
+def test_a_label_goes_far_away_where_lines_leave_no_room_nearby() -> None:
+    axes = Figure().subplots()
+    axes.set(xlim=(0, 1), ylim=(0, 1))
+    crowd = [[(0.45, height), (1.0, height)] for height in np.linspace(0, 1, 25)]
+    text = "chosen: N = 128, B = 8,192\n2 min 3 s"
+    mark_chosen(axes, (0.9, 0.5), text, lines=crowd, taken=np.empty((0, 2)))
+    (label,) = axes.texts
+    assert label.get_position()[0] + LETTER_SHARE * len("chosen: N = 128, B = 8,192") / 2 < 0.45
+
+
 def test_a_data_set_smaller_than_one_batch_is_drawn(run: RunContents) -> None:
     too_large = candidate(Configuration(1, 1, 65_536)).model_copy(
         update={"epoch_time_s": 0.0, "train_time_s": 0.0, "cost": 0.0, "interval_90": {}, "feasible": False}
