@@ -459,6 +459,26 @@ torch.save(b, "b.pt")
     assert '\nresume_arguments = ["--resume_from_checkpoint", "latest"] ' in text
 
 
+def test_a_script_that_resumes_by_the_word_resume_is_given_it(commands: Path, tmp_path: Path) -> None:
+    """As nanoGPT is, whose option for that also has other values."""
+    own = """init_from = "scratch"
+if init_from == "scratch": model = build()
+elif init_from == "resume": model = load("out/ckpt.pt")
+torch.save(model, "ckpt.pt")
+"""
+    (tmp_path / "train.py").write_text(f"{own}{CONFIGURATOR}")
+    put_site(commands, [MadePartition("cpu")])
+    assert main([str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "train.py")]) == 0
+    assert '\nresume_arguments = ["--init_from=resume"] ' in (tmp_path / "train.toml").read_text()
+
+
+@pytest.mark.parametrize("given", ['"mode", nargs="?"', '"--mode", required=True'])
+def test_an_argument_that_cannot_be_given_twice_resumes_no_script(given: str, tmp_path: Path) -> None:
+    """It is appended to the arguments of the first start."""
+    (tmp_path / "train.py").write_text(f'p.add_argument({given})\nif args.mode == "resume": load()\n')
+    assert read_options(tmp_path / "train.py").resume is None
+
+
 @pytest.mark.parametrize(
     ("saving", "saved"),
     [

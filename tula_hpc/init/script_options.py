@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from tula_hpc.init.syntax import (
     compared_in,
+    compared_with,
     computed_in,
     constants_of,
     divided_by,
@@ -199,10 +200,12 @@ def read_options(path: Path, *, takes_keys: bool = False) -> ScriptOptions:
     command = _training_command(options)
     options = [option for option in options if option.command in ("", command)]
     roles = {role: _best(role, options) for role in _ROLES}
+    roles["resume"] = roles["resume"] or _resumed_by_word(options, tree)
     chosen = [option for option in roles.values() if option is not None]
     resume = roles["resume"]
     # the word for its newest checkpoint, as `latest` in the scripts of diffusers
     words = compared_in(tree, resume.names) if resume is not None else set()
+    words = words & {"resume"} or words
     return ScriptOptions(
         **roles,
         required=tuple(each for each in options if each.is_required and each not in chosen),
@@ -215,6 +218,13 @@ def read_options(path: Path, *, takes_keys: bool = False) -> ScriptOptions:
         shares_passes=_is_divided(roles["accumulation"], _OF_WORKERS, tree),
         shares_batch=_is_divided(roles["batch"], _OF_RANKS, tree),
     )
+
+
+def _resumed_by_word(options: Sequence[Option], tree: ast.Module) -> Option | None:
+    """Return the option that has a script go on where it is "resume", as nanoGPT's `init_from`."""
+    names = compared_with(tree, "resume")
+    able = [each for each in options if not (each.is_required or each.flag.isidentifier())]
+    return next((option for option in able if not names.isdisjoint(option.names)), None)
 
 
 def _is_divided(option: Option | None, by: re.Pattern[str], tree: ast.Module) -> bool:
@@ -377,8 +387,7 @@ def _of_call(texts: list[str], given: dict[str, ast.expr], constants: dict[str, 
 def _made(tree: ast.Module) -> Iterator[Option]:
     """Yield the parameters and fields from which a call or a decorator makes options."""
     # absl's `app.run` gives its function the arguments that are left, and makes no options of it
-    is_absl = any(name.startswith("absl") for name in imported_by(tree))
-    making = _MAKERS - {"run"} if is_absl else _MAKERS
+    making = _MAKERS - {"run" for name in imported_by(tree) if name.startswith("absl")}
     makers: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and last_name(node.func) in making:

@@ -54,6 +54,16 @@ def compared_in(tree: ast.Module, names: Collection[str]) -> set[str]:
     return texts
 
 
+def compared_with(tree: ast.Module, text: str) -> set[str]:
+    """Return the names of variables and attributes that a program compares with a text."""
+    compared = [node for node in ast.walk(tree) if isinstance(node, ast.Compare)]
+    return {
+        last_name(each.left)
+        for each in compared
+        if any(value_of(other, {}) == text for other in each.comparators)
+    }
+
+
 def saved_in(tree: ast.Module) -> list[str]:
     """Return the names of files that a program passes to a `save` function.
 
