@@ -136,6 +136,22 @@ def measure(run: RunDirectory) -> None:
     run.log_event("ended", "profile", job_id="1")
 
 
+def test_a_forgotten_cluster_file_is_named(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tula_hpc.cli.open_run import open_run
+    from tula_hpc.cli.options import load_inputs
+    from tula_hpc.sweep import _parser
+
+    given = ["--cluster", "cluster.toml"]
+    (sweep_file.parent / "cluster.toml").write_text("max_nodes = 2\n")
+    root = sweep_file.parent / "my run"
+    run = open_run(*load_inputs(_parser().parse_args([str(sweep_file), *given])), root).run
+    measure(run)
+    assert main([str(sweep_file), "--run-dir", str(root), "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert "was made from other inputs, and no cluster is given now:\n  max_nodes: 2 before, 64 now\n" in error
+    assert f"Add --cluster '{run.cluster_file}'; or use another --run-dir" in error
+
+
 @pytest.mark.parametrize("dry", [(), ("--dry-run",)])
 def test_other_inputs_are_refused_with_the_difference(
     sweep_file: Path, capsys: pytest.CaptureFixture[str], dry: tuple[str, ...]

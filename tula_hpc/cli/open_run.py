@@ -219,8 +219,11 @@ def _refuse_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpe
         }
         if refused:
             kind = "sweep" if path == run.sweep_file else "cluster"
+            is_given = bool(inputs.model_fields_set)
             frees_up = is_sweep and all(_is_unmeasured(key, run, spec) for key in refused)
-            words = _other_inputs(refused, run, kind, is_sweep=is_sweep, frees_up=frees_up)
+            words = _other_inputs(
+                refused, run, kind, is_given=is_given, is_sweep=is_sweep, frees_up=frees_up
+            )
             raise RunDirectoryError(words, source=path)
 
 
@@ -269,17 +272,24 @@ def _is_fresh(root: Path) -> bool:
 
 
 def _other_inputs(
-    refused: Changes, run: RunDirectory, kind: str, *, is_sweep: bool, frees_up: bool
+    refused: Changes,
+    run: RunDirectory,
+    kind: str,
+    *,
+    is_given: bool,
+    is_sweep: bool,
+    frees_up: bool,
 ) -> str:
     """Explain which keys differ from the run directory but may not, and what to do.
 
-    `frees_up`: no measurement depends on these keys, so that they may change later.
+    `is_given`: there is an input of this kind now. `frees_up`: no measurement depends on these
+    keys, so that they may change later.
     """
     was, now = refused.get(("executor",), ("", ""))
     if now == "local":
         return (
             "was made for Slurm, and is now started on this machine; give its cluster file: "
-            f"--cluster {run.cluster_file}"
+            f"--cluster {shlex.quote(str(run.cluster_file))}"
         )
     made = "was made from"
     if frees_up and run.train().result_file.exists():
@@ -287,6 +297,13 @@ def _other_inputs(
     if was == "local":
         lines = [
             "was made without --cluster, on this machine; to measure on Slurm use another --run-dir"
+        ]
+    elif not is_given:
+        file = shlex.quote(str(run.cluster_file))
+        lines = [
+            f"{made} other inputs, and no cluster is given now:",
+            *in_lines(refused),
+            f"Add --cluster {file}; or use another --run-dir, for a sweep of its own, which measures again.",
         ]
     else:
         another = "another name in it, or " if kind == "sweep" and ("name",) not in refused else ""
