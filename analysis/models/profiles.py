@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from operator import attrgetter
 from statistics import median
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -278,17 +279,12 @@ def _profile(configuration: Configuration, passes: int, rows: Sequence[Measureme
     between_s = [row.between_epochs_s for row in rows if row.between_epochs_s is not None]
     smaller = medians_by_batch(pair for row in rows for pair in row.smaller_computes)
     memories = [row.memory for row in rows if row.memory]
-    memory = _medians(memories, MemoryUse, round)
-    if len(memories) > 1:
-        # the largest counts: memory that was short once does not suffice
-        short = {
-            name: max(getattr(m, name) for m in memories) for name in ("alloc_retries", "ooms")
-        }
-        memory = memory.model_copy(update=short)
+    samples = [row.epoch_samples for row in rows if row.epoch_samples > 0]
     return Profile(
         configuration,
-        times=_medians([row.times for row in rows if row.times], StepTimes, float),
-        memory=memory,
+        times=_medians([row.times for row in rows if row.times], float),
+        # memory that was short once does not suffice
+        memory=_medians(memories, round, largest=("alloc_retries", "ooms")),
         repeats=len(rows),
         converged=any(row.converged for row in rows),
         exclusive=all(row.exclusive for row in rows),
@@ -297,12 +293,12 @@ def _profile(configuration: Configuration, passes: int, rows: Sequence[Measureme
         watts_per_node=median(watts) if watts else 0.0,
         parts=min(row.parts for row in rows),
         smaller_computes=tuple(smaller.items()),
-        processor=_medians(used, ProcessorUse, float) if used else None,
+        processor=_medians(used, float) if used else None,
         kept=any(row.kept for row in rows),
         one_iterator=any(row.one_iterator for row in rows),
         accumulation=passes,
         between_epochs_s=median(between_s) if between_s else None,
-        epoch_samples=_most_common(_counts(row.epoch_samples for row in rows)),
+        epoch_samples=_most_common(Counter(samples)) if samples else 0,
     )
 
 
@@ -318,22 +314,19 @@ Fields = TypeVar("Fields", bound=Record)
 
 
 def _medians(
-    rows: Sequence[Fields], kind: type[Fields], convert: Callable[[float], float]
+    rows: Sequence[Fields], convert: Callable[[float], float], largest: Collection[str] = ()
 ) -> Fields:
-    """Return the median of each field over the rows that have it; None if none has."""
+    """Return the median of each field over the rows that have it; of `largest` ones the maximum."""
     if len(rows) == 1:
         return rows[0]
-    values: dict[str, Any] = {}
-    for name in kind.model_fields:
-        known = [value for row in rows if (value := getattr(row, name)) is not None]
-        if not known:
-            values[name] = None
-        elif known.count(known[0]) == len(known):
-            # values are mostly equal, and this is much faster than a median
-            values[name] = convert(known[0])
-        else:
-            values[name] = convert(median(known))
-    return cast(Fields, kind.model_construct(None, **values))
+    names = tuple(type(rows[0]).model_fields)
+    changes = {}
+    for name, column in zip(names, zip(*map(attrgetter(*names), rows), strict=True), strict=True):
+        # values are mostly equal, and to find that is much faster than a median
+        if column.count(column[0]) < len(column):
+            known = [value for value in column if value is not None]
+            changes[name] = convert(max(known) if name in largest else median(known))
+    return rows[0].model_copy(update=changes) if changes else rows[0]
 
 
 def _last_reason(rows: Sequence[Measurement]) -> str:

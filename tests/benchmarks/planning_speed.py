@@ -23,7 +23,7 @@ from typing import Any
 from tests.planning_data import cluster, grid, ok, sweep
 from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.analysis.plan import make_plan
-from tula_hpc.records import Measurement, RunDirectory, append_record
+from tula_hpc.records import Measurement, RunDirectory, StepTimes, append_record
 
 EPOCHS = 5
 MEASUREMENTS = 100_000
@@ -51,10 +51,16 @@ def aggregating() -> dict[str, float]:
 
 
 def repeated(configurations: int) -> list[Measurement]:
-    """Return `MEASUREMENTS` measurements, spread over some configurations."""
-    each = (ok(1 + index % 1_000, 1 + index // 1_000) for index in range(configurations))
-    repeats = range(MEASUREMENTS // configurations)
-    return [row.model_copy(update={"finished_at": float(repeat)}) for row in each for repeat in repeats]
+    """Return `MEASUREMENTS` measurements, spread over some configurations; the repeats' times differ."""
+    found = []
+    for index in range(configurations):
+        row = ok(1 + index % 1_000, 1 + index // 1_000)
+        times = dict(row.times or {})
+        for repeat in range(MEASUREMENTS // configurations):
+            slower = {name: (1 + 0.01 * repeat) * value for name, value in times.items() if value is not None}
+            its = {"finished_at": float(repeat), "times": StepTimes.model_construct(**times | slower)}
+            found.append(row.model_copy(update=its))
+    return found
 
 
 def commanding() -> dict[str, dict[str, float]]:
