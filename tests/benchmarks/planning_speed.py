@@ -27,8 +27,7 @@ from tula_hpc.records import Measurement, RunDirectory, StepTimes, append_record
 
 EPOCHS = 5
 MEASUREMENTS = 100_000
-# kneed, which finds the knee, loads matplotlib and scipy.signal: most of the command's time
-LIMITS_S = {"aggregate": 3.0, "command": 2.5}
+LIMITS_S = {"aggregate": 3.0, "command": 1.5}
 
 
 def best_of(function: Callable[[], object], clock: Callable[[], float], repeats: int = 3) -> float:
