@@ -318,6 +318,9 @@ def test_a_script_that_cannot_resume_begins_anew_the_next_time(tmp_path: Path) -
         (["out"], False),
         (["gone/last.pt"], False),
         (["own.pt"], True),
+        (["below.pt"], True),
+        # the script has saved under another name
+        (["other.pt"], False),
         (["latest.pt"], True),
         # one is an input, one is wanted by the user
         (["settings.yaml", "own.pt"], True),
@@ -341,6 +344,8 @@ def test_a_users_file_from_before_the_training_does_not_count_as_saved(
         (work / name).symlink_to(tmp_path / name)
     run.log_event("submitted", "train", job_id="1", data={"label": "main"})
     (work / "own.pt").touch()
+    (work / "saved").mkdir()
+    (work / "saved" / "below.pt").touch()
     (work / "latest.pt").symlink_to("own.pt")
     resuming = [argument for name in named for argument in ("--file", name.replace("{folder}", str(tmp_path)))]
     sweep = SweepSpec.model_validate({"name": "x", "workload": {**OWN, "resume_arguments": resuming}})
@@ -353,7 +358,7 @@ def test_a_users_file_from_before_the_training_does_not_count_as_saved(
     # without events nothing is known to be older
     run.events_file.unlink()
     how, _ = _look_for_saved(Start(), job, work, is_first=False)
-    assert how.startswith("goes on") == (named != ["gone/last.pt"])
+    assert how.startswith("goes on") == (named not in (["gone/last.pt"], ["other.pt"]))
 
 
 @pytest.mark.parametrize(

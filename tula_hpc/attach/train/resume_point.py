@@ -182,13 +182,23 @@ def _should_be_saved(file: Path, name: str, work: Path) -> bool:
     if "*" in name:
         return True
     if not file.exists():
-        return "/" in name
+        return "/" in name or _is_lacking(name, work)
     if not file.is_relative_to(work):
         return False
     # weights from outside are another training's; other files of the user's are inputs
     files = file.rglob("*") if file.is_dir() else [file]
     weights = (each.resolve() for each in files if each.suffix in OF_WEIGHTS)
     return not all(each.is_relative_to(work.resolve()) for each in weights)
+
+
+def _is_lacking(name: str, work: Path) -> bool:
+    """Tell whether a script that saves in its folder has saved no file of this name there.
+
+    It may join the name to that of a folder which it knows itself.
+    """
+    files = (each for each in work.rglob("*") if each.suffix in OF_WEIGHTS)
+    names = {each.name for each in files if not each.is_symlink()}
+    return name.endswith(OF_WEIGHTS) and bool(names) and name not in names
 
 
 def _place_of(work: Path, saved_at: float | None) -> Saved | None:
