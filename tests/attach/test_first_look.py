@@ -383,6 +383,8 @@ def test_a_script_that_fails_gives_one_line(tmp_path: Path) -> None:
     done = look(tmp_path, str(SCRIPTS / "misbehaving.py"), "imports nothing", "4")
     assert (done.returncode, done.stdout) == (1, "")
     assert "ModuleNotFoundError: No module named 'no_such_module' (misbehaving.py:" in done.stderr.splitlines()[-1]
+    # as Python shows it, without the functions that have called the script
+    assert 'Traceback (most recent call last):\n  File "' + str(SCRIPTS / "misbehaving.py") in done.stderr
 
 
 @pytest.mark.parametrize(("case", "is_told"), [("one iterator", True), ("shared", False)])

@@ -13,7 +13,9 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 
+from tula_hpc.attach import script
 from tula_hpc.attach.hangs import answer_where
 from tula_hpc.attach.reporting import ChildSpec, Mode, kill_daemons, leave
 from tula_hpc.env import be_child_of, loading_libraries
@@ -26,6 +28,8 @@ MODES = {
     "look": "tula_hpc.attach.script_profile:ScriptProfile",
     "train": "tula_hpc.attach.train.keeping:KeptTraining",
 }
+# files of the functions that call the script
+CALLERS = (__file__, script.__file__, "<frozen runpy>")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -50,13 +54,21 @@ def _run(mode: Mode) -> int:
     except SystemExit as error:
         code = _code_of(error)
     except BaseException as error:  # noqa: BLE001 # a script may raise anything
-        mode.fail(error)
+        mode.fail(error.with_traceback(_from_script(error.__traceback__)))
     message = mode.ended(code)
     mode.say(message)
     if mode.spec.mode != "train":
         leave(0 if message.state == "done" else 1)
     kill_daemons()
     return code
+
+
+def _from_script(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback from the script's first line on, as Python itself would show it."""
+    part = trace
+    while part is not None and part.tb_frame.f_code.co_filename in CALLERS:
+        part = part.tb_next
+    return part or trace
 
 
 def _code_of(error: SystemExit) -> int:
