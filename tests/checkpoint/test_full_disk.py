@@ -249,9 +249,10 @@ def test_a_full_disk_is_named_leaves_nothing_half_written_and_with_space_it_goes
 
 def test_a_job_whose_log_breaks_off_on_a_full_disk_is_said_to_have_had_no_space(small_disk: Path) -> None:
     run = RunDirectory(small_disk / "run").create()
-    job = Submitted("17", run.slurm / "profile-1")
+    # no process has this number
+    job = Submitted("99999999", run.slurm / "profile-1")
     job.folder.mkdir()
-    (job.folder / "17_0_log.err").write_text('Traceback (most recent call last):\n  File "/somewh')
+    (job.folder / "99999999_0_log.err").write_text('Traceback (most recent call last):\n  File "/somewh')
     launcher = Launcher(ClusterSpec(), run, "test")
     assert launcher.wait([job])[0].failure is Failure.BUG
     fill(small_disk)

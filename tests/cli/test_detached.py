@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,6 +59,8 @@ def test_a_controller_waits_until_another_has_left_the_run_directory(
     began, over = threading.Event(), threading.Event()
     seen = []
     monkeypatch.setattr(detached, "_step", lambda *_: seen.append(over.is_set()))
+    looks = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: time.sleep(0.01))
+    monkeypatch.setattr(detached, "time", looks)
 
     def hold() -> None:
         with run.locked():

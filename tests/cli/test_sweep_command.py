@@ -430,8 +430,8 @@ def test_what_no_measurement_depends_on_may_change_until_something_was_trained(
     with pytest.raises(RunDirectoryError, match=r"workload\.seed: 0 before, 1 now"):
         open_run(*inputs("workload.lr=0.01", "workload.seed=1"), run.root)
     other = inputs("workload.lr=0.02", "objective.kind=cost", "training.delta=0.3")
-    # a finished job whose files were moved away
-    run.log_event("submitted", "train", job_id="2")
+    # a finished job whose files were moved away; no process has its number
+    run.log_event("submitted", "train", job_id="99999999")
     check_run(*other, run.root)
     run.train().root.mkdir()
     run.train().metrics_file.write_text("")
