@@ -37,14 +37,15 @@ BATCHES = 32 * 2.0 ** np.linspace(0, 7, 449)
 
 
 @laws
-@given(st.floats(0.001, 100.0), st.floats(40.0, 4000.0))
+# at 64, which the first doubling reaches, rounding decides
+@given(st.floats(0.001, 100.0), st.floats(40.0, 63.9) | st.floats(64.1, 4000.0))
 def test_a_doubling_saves_a_fifth_up_to_three_times_the_fixed_cost_over_that_of_a_sample(
     fixed: float, knee: float
 ) -> None:
     """For T = α/B + β, T(B) = 0.8 T(B/2) holds at B = 3 α/β."""
     times = fixed / BATCHES + 3 * fixed / knee
     found = float(doubling_knees(curve(times)))
-    assert found == pytest.approx(knee if knee >= 64 else 32, rel=0.02)
+    assert found == pytest.approx(knee if knee > 64 else 32, rel=0.02)
 
 
 @laws
