@@ -1,9 +1,9 @@
 """How slow a core is over time, for benchmarks on a virtual machine with neighbours.
 
-A virtual core shares a physical one with a neighbour, which slows it by 30 to 50 % for seconds at a time. `CoreSpeed`
-times a small convolution on the core about 15 times a second, by the processor's time, so that it does not matter who
-waits for whom; this takes 4 % of the core. Means of training steps over 5 s, which scatter by 10 to 18 %, scatter by
-2 % after division by the convolution's mean over the same 5 s.
+A virtual core shares a physical one with a neighbour, which slows it for seconds at a time. `CoreSpeed` times a small
+convolution on the core about 15 times a second, by the processor's time, so that it does not matter who waits for
+whom. It takes a few percent of the core. Times of training steps are compared after division by those of the
+convolution meanwhile.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -36,7 +35,7 @@ class CoreSpeed:
         self.process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.wait()
         self.folder.cleanup()

@@ -75,7 +75,7 @@ def scripted(model: str, batch: int, began_at: float) -> Measurement:
 def numbers(measured: Measurement, speed: CoreSpeed, began_at: float) -> Row:
     assert measured.times is not None
     assert measured.memory is not None
-    assert measured.start_s is not None
+    assert measured.start_s > 0.0
     first_step_at = began_at + measured.start_s
     # whole steps come first, then the parts by themselves
     steps_end_at = first_step_at + measured.steps * measured.times.step_time_s

@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ SCRIPTS = ROOT / "tests" / "attach" / "scripts"
 ROUNDS = 12
 EPOCHS, STEPS, BATCH = 4, 96, 32
 LIMIT = 0.05
-# Arguments that make a step take 20 to 100 ms. This wide, plain.py diverges at its own learning rate; denormal numbers
+# Arguments that make a step take 10 to 80 ms. This wide, plain.py diverges at its own learning rate; denormal numbers
 # then make its first hundred steps take twice as long on a CPU. A profile, whose learning rate is 0, has none.
 CASES = {
     "plain.py": ("--width", "40000", "--lr", "0.0005"),
@@ -67,6 +68,8 @@ def run_sweep(script: str, folder: Path, speed: CoreSpeed) -> dict[str, float]:
     result = folder / "found.json"
     if not result.exists():
         run = RunDirectory(folder / "run")
+        # a sweep that was interrupted begins anew
+        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         samples = STEPS * BATCH
         given = ["--batch-size", "{local_batch}", "--epochs", "{epochs}", "--samples", str(samples), *CASES[script]]
@@ -77,7 +80,7 @@ def run_sweep(script: str, folder: Path, speed: CoreSpeed) -> dict[str, float]:
         variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         # the core of this thread, and of the processes that it starts
         os.sched_setaffinity(0, {speed.core})
-        subprocess.run(command, check=True, cwd=ROOT, env=variables, capture_output=True)
+        subprocess.run(command, check=True, cwd=ROOT, env=variables, stdout=subprocess.DEVNULL)
         result.write_text(json.dumps(compared(run, speed)))
     found: dict[str, float] = json.loads(result.read_text())
     return found
@@ -87,7 +90,7 @@ def compared(run: RunDirectory, speed: CoreSpeed) -> dict[str, float]:
     """Return the step times of plan and training, and how the core's speed changed between them."""
     (measured,) = run.measurements().records
     assert measured.times is not None
-    assert measured.start_s is not None
+    assert measured.start_s > 0.0
     # a local job starts when it is submitted
     stepped_at = run.events()[0].time + measured.start_s
     in_profile = speed.slowness(stepped_at, stepped_at + measured.steps * measured.times.step_time_s)
@@ -126,7 +129,7 @@ def main(work: Path, output: Path, names: list[str]) -> None:
 
 
 def summary(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Return the means over the rounds so far, before all sweeps."""
+    """Return the medians over the rounds so far, followed by all sweeps."""
     errors = {script: np.array([row["error"] for row in rows]) for script, rows in found.items()}
     medians = {script: round(float(np.median(row)), 4) for script, row in errors.items()}
     random = np.random.default_rng(0)
@@ -138,7 +141,7 @@ def summary(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
         "all": round(float(np.median(np.concatenate(list(errors.values())))), 4),
         "median": medians,
         "deviation": {script: round(float(np.std(values)), 4) for script, values in drawn.items()},
-        "undivided": {s: round(median(row["undivided"] for row in rows), 4) for s, rows in found.items()},
+        "undivided": {s: round(float(np.median([row["undivided"] for row in rows])), 4) for s, rows in found.items()},
         "sweeps": found,
     }
 
