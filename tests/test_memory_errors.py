@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -109,6 +111,9 @@ def test_a_process_of_the_same_slurm_job_is_no_other_wherever_it_descends_from(m
     monkeypatch.setattr("tula_hpc.process_memory.descendants", lambda _: iter(()))
     for job_id, is_other in (("5", False), ("6", True)):
         with subprocess.Popen(["/bin/sleep", "60"], env={"SLURM_JOB_ID": job_id}) as process:
+            # right after its start a process may still have no environment
+            while not Path(f"/proc/{process.pid}/environ").read_bytes():
+                time.sleep(0.01)
             message = SHARED_GPU.replace("4194305", str(process.pid))
             assert bool(held_by_others(torch.OutOfMemoryError(message), 1)) == is_other
             process.kill()

@@ -212,7 +212,7 @@ class TestLifeCycle:
         assert b"sleep\x00987\x00" not in command_lines()
 
 
-@pytest.mark.parametrize("option", ["--nodes=0", "--cpu-percent=0", "--grace-s=-1", "--max-array-size=1"])
+@pytest.mark.parametrize("option", ["--nodes=0", "--cpu-percent=0", "--grace-s=-1", "--max-array-size=-1"])
 def test_impossible_settings_are_one_clear_line(option: str) -> None:
     refused = subprocess.run([*COMMAND, "up", option], capture_output=True, text=True, check=False)
     assert refused.returncode == 1
