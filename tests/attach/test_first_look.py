@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +17,7 @@ import click
 import pytest
 
 from tests.attach.script_runs import SCRIPTS
-from tests.forked_jobs import run_command
+from tests.forked_jobs import run_command, start_command
 from tula_hpc.attach.__main__ import main
 from tula_hpc.attach.reporting import end_of
 from tula_hpc.attach.script import ParsedOptions, note_parsed, with_placeholders
@@ -23,18 +26,38 @@ from tula_hpc.errors import InputError
 from tula_hpc.init.__main__ import main as init
 from tula_hpc.init.script_options import read_options
 
+# a script that notes its process and does not end by itself
+SLEEPING = """
+import os, sys, time
+with open(sys.argv[1], "w") as file:
+    print(os.getpid(), file=file)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def outputs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have runs that fail leave their output in a folder of the tests, with a short path for sockets."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("look")))
+
 
 def look(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command in a fork, as the script's process runs."""
     return run_command(main, arguments, folder)
 
 
-def test_the_output_is_a_sweep_file_that_lacks_only_the_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_script_opens_for_collectives_listens_on_this_machine_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others on a login node must not reach a process group that the script makes."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    (tmp_path / "train.py").write_text("import os\nraise RuntimeError(os.environ['GLOO_SOCKET_IFNAME'])\n")
+    assert "RuntimeError: lo\n" in look(tmp_path, "train.py").stderr
+
+
+def test_the_output_is_a_sweep_file_that_lacks_only_the_epochs(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    # others on a login node must not reach a process group that the script makes
-    on_loopback = "\nassert os.environ['GLOO_SOCKET_IFNAME'] == 'lo'\n"
-    script.write_text((SCRIPTS / "plain.py").read_text() + on_loopback)
+    script.write_text((SCRIPTS / "plain.py").read_text())
     options = ["--batch-size", "16", "--epochs", "2", "--samples", "640"]
     done = look(tmp_path, "train.py", *options)
     assert done.returncode == 0, done.stderr
@@ -115,17 +138,29 @@ def test_the_file_of_init_gets_its_missing_keys(
     assert "gone.toml: no such file; tula init --script writes it" in capsys.readouterr().err
 
 
-def test_an_interrupt_says_what_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").touch()
-    monkeypatch.setattr("tula_hpc.attach.__main__._look", interrupted)
-    assert main(["train.py"]) == 130
-    assert capsys.readouterr().err.endswith("\ninterrupted: the script has ended, and nothing was written\n")
+def test_an_interrupt_ends_the_script_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SLEEPING)
+    noted = tmp_path / "process"
+    noted.touch()
+    # in the background of a shell the signal would be ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        command = start_command(main, ["train.py", str(noted)], tmp_path, tmp_path / "output")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    try:
+        ends = time.monotonic() + 240
+        while not noted.read_text():
+            assert command.poll() is None
+            assert time.monotonic() < ends
+            time.sleep(0.02)
+        command.send_signal(signal.SIGINT)
+        assert command.wait() == 130
+    finally:
+        command.kill()
+    assert not Path("/proc", noted.read_text().strip()).exists()
+    message = "\ninterrupted: the script has ended, and no sweep file was written\n"
+    assert (tmp_path / "output").read_text().endswith(message)
 
 
 def test_an_option_behind_the_script_is_recognized_when_the_script_refuses_it(

@@ -99,7 +99,7 @@ PATIENCE_S = 600.0
 @printable_output()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 0 measured, 1 not measurable, 2 wrong input."""
-    interrupted = "interrupted: the script has ended, and nothing was written"
+    interrupted = "interrupted: the script has ended, and no sweep file was written"
     return exit_code_of(_run, _parser().parse_args(arguments), interrupted)
 
 
