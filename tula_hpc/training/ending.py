@@ -33,6 +33,7 @@ from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.env import WorkerEnvironment, job_started_at, slurm_job_id, unix_time
 from tula_hpc.errors import RunDirectoryError, StageError
 from tula_hpc.failure_kinds import Failure
+from tula_hpc.formatting import plural
 from tula_hpc.launch import slurm
 from tula_hpc.launch.diagnosis import BY_HAND
 from tula_hpc.launch.job_specs import TrainJob
@@ -126,7 +127,7 @@ def leave(training: LeavingTraining, stop: StopRequest, saved: str = "saved at s
 def _check_restarts(training: LeavingTraining, data: dict[str, Any]) -> None:
     most = training.job.sweep.training.max_requeues
     if training.any(training.is_main and _restarts(training) >= most):
-        used_up = f"restarted {most} times, as often as training.max_requeues allows"
+        used_up = f"restarted {plural(most, 'time')}, as often as training.max_requeues allows"
         if training.is_main:
             training.log_event("failed", used_up, data | {"stop": StopReason.REQUEUES_EXHAUSTED})
         # no worker ends before that is on record: srun -K1 would end rank 0 with it

@@ -38,7 +38,7 @@ def test_a_training_that_is_told_to_stop_loses_no_step(ended: Training) -> None:
 def test_time_limits_end_a_training_when_its_requeues_are_used_up(ended: Training) -> None:
     first, second = ended.accounts
     assert first.result is None
-    assert first.error.startswith("train: restarted 1 times, as often as training.max_requeues allows")
+    assert first.error.startswith("train: restarted 1 time, as often as training.max_requeues allows")
     assert "Traceback" not in first.error
     assert second.result is not None
     (requeued,), (stopped, used_up) = ended.events("requeued"), ended.events("preempted")
