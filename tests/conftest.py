@@ -17,6 +17,9 @@ from tests.fuzzing import TIMES
 from tula_hpc.env import loading_libraries
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# commands and jobs follow these variables of the user's shell
+for name in [name for name in os.environ if name.startswith(("SBATCH_", "SRUN_"))]:
+    del os.environ[name]
 # let Python keep compiled modules, which else every new process would compile again
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -59,7 +59,7 @@ def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, scri
         ("saves to a full disk", Failure.NO_SPACE, "torch.save could not write all of it; make space on the disk"),
         ("needs several workers", Failure.BAD_INPUT, "; it is a single worker here: if it needs several, complete the"),
         ("ends at once", Failure.BAD_INPUT, "misbehaving.py ended before its first optimizer step; expected optimi"),
-        ("trains no module", Failure.BAD_INPUT, "y trains by Adam only parameters that no torch.nn.Module has; have a"),
+        ("trains no module", Failure.BAD_INPUT, " trains by Adam only parameters that no torch.nn.Module has; have a"),
         (
             "only prints its error",
             Failure.BAD_INPUT,

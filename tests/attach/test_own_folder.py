@@ -59,6 +59,7 @@ def test_a_folder_shows_what_lies_in_the_working_directory_and_keeps_what_is_new
 def test_a_folder_of_somebody_else_that_may_not_be_searched_does_no_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Root may search every folder, so the test replaces the kernel's answer."""
     home = tmp_path / "home"
     (home / "private").mkdir(parents=True)
     is_file = Path.is_file

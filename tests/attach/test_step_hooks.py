@@ -203,7 +203,10 @@ def test_the_last_of_several_loaders_with_as_many_items_gave_the_batch(samples: 
 def test_a_batch_that_a_script_cuts_out_of_others_has_the_samples_that_were_asked_for(
     asked: list[int], expected: int
 ) -> None:
-    """With webdataset, a script mixes the batches of loader processes. Else the first dimension may be of nodes."""
+    """As webdataset does to mix batches.
+
+    If nothing was asked for, the first dimension may count something else, such as a graph's nodes.
+    """
     seen: list[int] = []
 
     class Asking(Listener):

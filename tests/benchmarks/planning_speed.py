@@ -23,7 +23,7 @@ from typing import Any
 from tests.planning_data import cluster, grid, ok, sweep
 from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.analysis.plan import make_plan
-from tula_hpc.records import Measurement, RunDirectory, StepTimes, append_record
+from tula_hpc.records import Measurement, RunDirectory, append_record
 
 EPOCHS = 5
 MEASUREMENTS = 100_000
@@ -54,10 +54,10 @@ def repeated(configurations: int) -> list[Measurement]:
     found = []
     for index in range(configurations):
         row = ok(1 + index % 1_000, 1 + index // 1_000)
-        times = dict(row.times or {})
+        assert row.times is not None
         for repeat in range(MEASUREMENTS // configurations):
-            slower = {name: (1 + 0.01 * repeat) * value for name, value in times.items() if value is not None}
-            its = {"finished_at": float(repeat), "times": StepTimes.model_construct(**times | slower)}
+            slower = {name: (1 + 0.01 * repeat) * value for name, value in row.times if value is not None}
+            its = {"finished_at": float(repeat), "times": row.times.model_copy(update=slower)}
             found.append(row.model_copy(update=its))
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from tests.fake_slurm import put_commands
 from tests.planning_data import failed, ok
 from tests.run_factory import EPOCHS, make_run, write_training
 from tula_hpc.cli.changed_inputs import freeze
+from tula_hpc.cli.commands import COMMANDS
 from tula_hpc.config import PUT_BACK, ClusterSpec, SweepSpec, load_cluster, load_sweep
 from tula_hpc.errors import InputError, TrialError
 from tula_hpc.files import PLAN_WITHOUT_MEASUREMENTS
@@ -113,20 +115,25 @@ def test_a_run_below_a_folder_that_may_not_be_searched_is_bad_input(
     assert capsys.readouterr().err == f"{where}: cannot be reached: Permission denied; use another --run-dir\n"
 
 
+CLUTSER = r"unrecognized arguments: --clutser c\.toml \(did you mean --cluster\?\)"
+
+
 @pytest.mark.parametrize(
-    ("arguments", "mistake"),
+    ("command", "arguments", "mistake"),
     [
-        (["--until", "plann"], r"argument --until: invalid choice: .* \(did you mean plan\?\)"),
-        (["--cluster", ""], "argument --cluster: expected a path, got an empty text"),
-        (["--clutser", "c.toml"], r"unrecognized arguments: --clutser c\.toml \(did you mean --cluster\?\)"),
+        ("sweep", ["--until", "plann"], r"argument --until: invalid choice: .* \(did you mean plan\?\)"),
+        ("sweep", ["--cluster", ""], "argument --cluster: expected a path, got an empty text"),
+        ("sweep", ["--clutser", "c.toml"], CLUTSER),
+        ("study", ["--clutser", "c.toml"], CLUTSER),
+        ("footprint", ["--clutser", "c.toml"], CLUTSER),
     ],
 )
 def test_a_mistyped_word_of_the_command_line_is_named(
-    sweep_file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], mistake: str
+    sweep_file: Path, capsys: pytest.CaptureFixture[str], command: str, arguments: list[str], mistake: str
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main([str(sweep_file), *arguments])
-    assert re.fullmatch(f"tula sweep: {mistake}; see tula sweep --help\n", capsys.readouterr().err)
+        importlib.import_module(COMMANDS[command].module).main([str(sweep_file), *arguments])
+    assert re.fullmatch(f"tula {command}: {mistake}; see tula {command} --help\n", capsys.readouterr().err)
 
 
 def measure(run: RunDirectory) -> None:

@@ -513,7 +513,7 @@ def test_a_damaged_image_is_named(tmp_path: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [8, 96])
-def test_postscript_under_the_name_of_an_image_is_not_run(tmp_path: Path, size: int) -> None:
+def test_postscript_under_the_name_of_an_image_is_refused(tmp_path: Path, size: int) -> None:
     path = write_both(tmp_path / "data", ["a", "b"], edge=size) / "test" / "a" / "0.png"
     Image.new("RGB", (size, size)).save(path, "EPS")
     with pytest.raises(InputError, match=r"0\.png: is a program in PostScript"):

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
@@ -172,28 +173,55 @@ def step_at(number: int) -> StepMetrics:
     return StepMetrics(step=number, samples_seen=64 * number, epoch=0.5, loss=1.0, lr=0.1, step_time_s=0.1)
 
 
-@pytest.mark.parametrize("large", [False, True])
-def test_a_growing_file_is_read_at_each_look_or_for_a_small_share_of_the_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
-) -> None:
-    """A command on one machine looks five times a second, and the file of a week takes seconds to read."""
-    path, now, readings = tmp_path / "metrics.jsonl", [0.0], [0]
+# the file of a week takes seconds to read
+READING_S = 2.0
+# a command on one machine looks five times a second
+LOOK_EVERY_S = 0.2
+LOOKS = 300
+
+
+class Looks(NamedTuple):
+    """What a command saw that looked at a growing file."""
+
+    # by how many steps each look was behind the file
+    behind: list[int]
+    readings: int
+    elapsed_s: float
+
+
+def look_often(path: Path, monkeypatch: pytest.MonkeyPatch, large_bytes: int) -> Looks:
+    """Look at a file that grows by a step between two looks; more than `large_bytes` are a large file."""
+    clock = SimpleNamespace(now_s=0.0)
+    readings: list[Path] = []
 
     def slow(path: Path) -> Metrics:
-        now[0] += 2.0
-        readings[0] += 1
+        clock.now_s += READING_S
+        readings.append(path)
         return read_metrics(path)
 
     monkeypatch.setattr(metrics_module, "read_metrics", slow)
-    monkeypatch.setattr(metrics_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(metrics_module, "LARGE_BYTES", 0 if large else 10**9)
-    reader, looks = metrics_module.MetricsReader(path), 300
-    for number in range(1, looks + 1):
+    monkeypatch.setattr(metrics_module, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    monkeypatch.setattr(metrics_module, "LARGE_BYTES", large_bytes)
+    reader = metrics_module.MetricsReader(path)
+    behind = []
+    for number in range(1, LOOKS + 1):
         append_record(path, step_at(number), durable=False)
-        newest = reader.read().steps[-1].step
-        assert newest == number or (large and number - newest <= 40 / 0.2)
-        now[0] += 0.2
-    assert 2.0 * readings[0] <= 0.1 * now[0] if large else readings[0] == looks
+        behind.append(number - reader.read().steps[-1].step)
+        clock.now_s += LOOK_EVERY_S
+    return Looks(behind, len(readings), clock.now_s)
+
+
+def test_a_small_file_is_read_at_each_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = look_often(tmp_path / "metrics.jsonl", monkeypatch, large_bytes=10**9)
+    assert seen.behind == [0] * LOOKS
+    assert seen.readings == LOOKS
+
+
+def test_a_large_file_is_read_for_a_tenth_of_the_time_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = look_often(tmp_path / "metrics.jsonl", monkeypatch, large_bytes=0)
+    assert READING_S * seen.readings <= 0.1 * seen.elapsed_s
+    pause_s = metrics_module.PAUSE_TIMES * READING_S
+    assert max(seen.behind) <= pause_s / LOOK_EVERY_S
 
 
 def test_metrics_that_cannot_be_read_remain_as_they_were_with_a_note(

@@ -94,7 +94,7 @@ def test_a_controller_that_is_paused_during_sbatch_gets_exactly_one_job(
 
 
 @pytest.mark.parametrize(("largest", "pieces"), [(4, [2, 4]), (0, [1] * 6)])
-def test_larger_arrays_are_submitted_in_pieces_of_which_no_more_jobs_run_together(
+def test_arrays_above_the_sites_limit_run_in_pieces_with_no_more_jobs_at_once_than_allowed(
     slurm_cluster: MiniCluster, tmp_path: Path, notes: Path, largest: int, pieces: list[int]
 ) -> None:
     launcher = launcher_at(tmp_path, "array_parallelism=3")

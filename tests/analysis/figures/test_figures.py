@@ -828,7 +828,7 @@ def test_a_label_goes_far_away_where_lines_leave_no_room_nearby() -> None:
     text = "chosen: N = 128, B = 8,192\n2 min 3 s"
     mark_chosen(axes, (0.9, 0.5), text, lines=crowd, taken=np.empty((0, 2)))
     (label,) = axes.texts
-    assert label.get_position()[0] + LETTER_SHARE * len("chosen: N = 128, B = 8,192") / 2 < 0.45
+    assert label.get_position()[0] + LETTER_SHARE * len(text.partition("\n")[0]) / 2 < 0.45
 
 
 def test_a_data_set_smaller_than_one_batch_is_drawn(run: RunContents) -> None:
@@ -1033,6 +1033,7 @@ def test_nothing_in_the_pdfs_table_overlaps(monkeypatch: pytest.MonkeyPatch) -> 
     render_pdf(TitlePage("a", "b", "c", SUMMARY_COLUMNS, [chosen, other], {}), [])
     (page,) = pages
     page.draw_without_rendering()
+    # after the title's three lines
     boxes = [text.get_window_extent() for text in page.texts[3:] if text.get_text()]
     shown = sum(bool(line) for row in (chosen, other) for cell in row for line in cell.split("\n"))
     assert len(boxes) == len(SUMMARY_COLUMNS) + shown

@@ -429,7 +429,7 @@ def test_the_interval_holds_new_measurements_as_often_as_it_says() -> None:
 
 
 @pytest.mark.parametrize("beyond", [2.0**-4, 2.0**7])
-def test_a_batch_far_beyond_the_measured_ones_may_depart_from_the_law_as_any_does(beyond: float) -> None:
+def test_intervals_far_beyond_the_measured_batches_hold_departures_from_the_law(beyond: float) -> None:
     random = np.random.default_rng(5)
     inside = []
     for _ in range(40):

@@ -475,6 +475,7 @@ def keeps(*names: str) -> None:
 
 
 def needs_several_workers() -> None:
+    # the worker gives its advice where the line that fails names a world size
     world_size = WORLD
     assert world_size > 1
 
