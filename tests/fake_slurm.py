@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 # each command prints what Slurm 22.05 prints for an array of two tasks
 GOOD = {
-    "squeue": r"""case "$*" in
-*%F*) printf 'ARRAY_JOB_ID|NAME|USER\n12|x-train-1|me\n12|x-train-1|me\n' ;;
+    "squeue": rf"""case "$*" in
+*%F*) printf 'ARRAY_JOB_ID|NAME|UID\n12|x-train-1|{os.getuid()}\n12|x-train-1|{os.getuid()}\n' ;;
 *%r*) printf 'JOBID|STATE|REASON|NAME_COMMAND\n12_0|RUNNING|None|x-1\n12_1|PENDING|Resources|x-1\n' ;;
 *) printf 'JOBID|STATE\n12_0|RUNNING\n12_1|PENDING\n' ;;
 esac""",

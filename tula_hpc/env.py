@@ -30,6 +30,8 @@ RUN_MARK = "--- restart "
 SETUP_FAILED = "TULA_SETUP_FAILED"
 # part of that message, by which it is found in a log
 SETUP_WORDS = "in setup of the cluster file ended with exit code"
+# the numbers of users inside and outside of this process's user namespace, see user_namespaces(7)
+_UID_MAP = Path("/proc/self/uid_map")
 # variable with the id of the process that starts a local job's workers
 CONTROLLER = "TULA_CONTROLLER"
 PR_SET_PDEATHSIG = 1
@@ -82,6 +84,19 @@ def begin_process() -> None:
         getpass.getuser()
     except (KeyError, OSError):
         os.environ["LOGNAME"] = f"uid{os.getuid()}"
+
+
+def own_uids() -> set[str]:
+    """Return this user's number, inside and outside of a container that numbers users anew."""
+    own = os.getuid()
+    numbers = {own}
+    # systems other than Linux have no such file
+    with contextlib.suppress(OSError):
+        for line in _UID_MAP.read_text().splitlines():
+            inside, outside, count = map(int, line.split())
+            if inside <= own < inside + count:
+                numbers.add(outside + own - inside)
+    return set(map(str, numbers))
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -164,7 +165,7 @@ def test_output_that_is_no_answer_counts_as_none(commands: Path, name: str, how:
     question = QUESTIONS[name]
     put_commands(commands, how, question.command)
     if question.command == "sbatch":
-        (commands / "squeue").write_text("#!/bin/sh\necho 'ARRAY_JOB_ID|NAME|USER'\n")
+        (commands / "squeue").write_text("#!/bin/sh\necho 'ARRAY_JOB_ID|NAME|UID'\n")
         (commands / "sacct").write_text("#!/bin/sh\nexit 1\n")
     answer, error = answer_of(question, commands)
     if error is None:
@@ -311,8 +312,8 @@ def test_a_task_that_was_cancelled_while_it_waited_is_known_by_its_array(
     monkeypatch.setattr(SlurmJobs, "limits", SlurmJobs.limits._replace(poll_s=0.0))
     name = json.loads((jobs[0].folder / NOTICE).read_bytes())["name"]
     row = f"12_0|RUNNING|None|{name}"
-    array = f"12|{known}|me".replace("NAME", name)
-    named = f'printf "ARRAY_JOB_ID|NAME|USER\\n{array}\\n"'
+    array = f"12|{known}|{os.getuid()}".replace("NAME", name)
+    named = f'printf "ARRAY_JOB_ID|NAME|UID\\n{array}\\n"'
     asked = f'{named} ;; *) printf "JOBID|STATE|REASON|NAME_COMMAND\\n{row}\\n" ;; esac'
     (commands / "squeue").write_text(f'#!/bin/sh\ncase "$*" in *%F*) {asked}\n')
     for silent in ("sacct", "scontrol"):
@@ -324,7 +325,8 @@ def test_a_task_that_was_cancelled_while_it_waited_is_known_by_its_array(
 def test_a_submission_without_an_answer_of_sbatch_is_looked_up_by_its_name(commands: Path, tmp_path: Path) -> None:
     put_commands(commands, "nothing", "sbatch")
     names = 'for each do case "$each" in x-train-*) name=$each ;; esac; done'
-    (commands / "squeue").write_text(f'#!/bin/sh\n{names}\nprintf "ARRAY_JOB_ID|NAME|USER\\n34|$name|me\\n"\n')
+    row = f"34|$name|{os.getuid()}"
+    (commands / "squeue").write_text(f'#!/bin/sh\n{names}\nprintf "ARRAY_JOB_ID|NAME|UID\\n{row}\\n"\n')
     assert submit(tmp_path) == ["34_0", "34_1"]
 
 

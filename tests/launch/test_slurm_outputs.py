@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import pytest
 
+from tula_hpc import env
 from tula_hpc.errors import LaunchError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch import slurm
@@ -161,7 +164,7 @@ def test_a_job_with_the_id_of_one_of_ours_is_another_job(
 
 def test_a_name_gives_parents_whatever_their_jobs_are_shown_as(answer: Callable[[Answers], None]) -> None:
     known = "9_[0-3%1]|x\n9_4|x\n12|x\n12+0|x\n12+1|x\n13|y\n"
-    answer({"squeue": "ARRAY_JOB_ID|NAME|USER\n", "sacct": known})
+    answer({"squeue": "ARRAY_JOB_ID|NAME|UID\n", "sacct": known})
     assert slurm.named("x") == ["9", "12"]
 
 
@@ -169,17 +172,30 @@ def test_jobs_to_which_others_gave_the_same_name_are_not_ours(
     answer: Callable[[Answers], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stranger may rename an old job: the oldest of a name is kept, and the others are cancelled."""
-    monkeypatch.setattr("getpass.getuser", lambda: "me")
-    heading = "ARRAY_JOB_ID|NAME|USER\n"
-    strangers = f"{heading}3|x|mallory\n90|x|mallory\n"
-    answer({"squeue": f"{strangers}12|x|me\n", "sacct": None})
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    heading = "ARRAY_JOB_ID|NAME|UID\n"
+    strangers = f"{heading}3|x|1001\n90|x|1001\n"
+    answer({"squeue": f"{strangers}12|x|1000\n", "sacct": None})
     assert slurm.named("x") == ["12"]
     # the controller forgets a job that is over, accounting does not
     answer({"squeue": strangers, "sacct": "12|x\n"})
     assert slurm.named("x") == ["12"]
-    # in a container, where the user has another name, no job may be submitted twice
-    answer({"squeue": f"{heading}12|x|someone\n", "sacct": None})
+    # where the own job was lost, so that it has to be submitted again
+    answer({"squeue": strangers, "sacct": None})
+    assert slurm.named("x") == []
+
+
+def test_in_a_container_that_numbers_users_anew_no_job_is_submitted_twice(
+    answer: Callable[[Answers], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    monkeypatch.setattr(env, "_UID_MAP", tmp_path / "uid_map")
+    (tmp_path / "uid_map").write_text("         0       1000          1\n         1     100000      65536\n")
+    answer({"squeue": "ARRAY_JOB_ID|NAME|UID\n3|x|1001\n12|x|1000\n", "sacct": None})
     assert slurm.named("x") == ["12"]
+    # a file that other systems lack
+    (tmp_path / "uid_map").unlink()
+    assert slurm.named("x") == []
 
 
 @pytest.mark.parametrize(

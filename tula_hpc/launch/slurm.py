@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple, TypeVar
 
-from tula_hpc.env import restart_count
+from tula_hpc.env import own_uids, restart_count
 from tula_hpc.errors import LaunchError, NotStartedError
 from tula_hpc.launch.bounded_command import (
     COMMAND_TIMEOUT_S,
@@ -167,10 +167,11 @@ def named(name: str) -> list[str]:
     Raises:
         LaunchError: The controller does not answer.
     """
-    columns = ["%F", "%j", "%u"]
+    columns = ["%F", "%j", "%U"]
     shown = _queued(columns, ["-t", "all", "-n", name], second=re.compile(re.escape(name)))
     # anyone may give a job this name
-    rows = [row for row in shown if row[2] == getpass.getuser()]
+    own = own_uids()
+    rows = [row for row in shown if row[2] in own]
     if not rows:
         try:
             where = ["-S", "now-30days", "--name", name]
@@ -179,8 +180,7 @@ def named(name: str) -> list[str]:
             # no accounting
             text = ""
         rows = [row for row in _rows(text, 2) if row[1] == name]
-    # in a container the user's own name may be unknown
-    matches = (_JOB.fullmatch(row[0]) for row in rows or shown)
+    matches = (_JOB.fullmatch(row[0]) for row in rows)
     return sorted({match["parent"] for match in matches if match}, key=int)
 
 
@@ -328,7 +328,7 @@ def _ids_shown(shown: str, wanted: Collection[str]) -> list[str]:
 
 
 def largest_array() -> int:
-    """Return how many tasks an array may have here, 1 without arrays; Slurm's default if unknown."""
+    """Return how many tasks an array may have, 1 without arrays; Slurm's default if unknown."""
     try:
         text = run_command(["scontrol", "show", "config"])
     except LaunchError:
