@@ -71,6 +71,9 @@ class Recorder(Listener):
     def begins_anew(self) -> None:
         self.calls.append("anew")
 
+    def refuse(self, why: str) -> None:
+        self.calls.append(f"refused: {why}")
+
 
 def backward(model: nn.Module, batch: int, width: int = 4) -> torch.Tensor:
     loss: torch.Tensor = model(torch.randn(batch, width)).square().mean()
@@ -760,6 +763,18 @@ def with_frozen_parts() -> None:
         optimizer.step()
 
 
+def with_a_schedule_shown_before() -> None:
+    """Step an optimizer of nothing, as to draw a schedule of learning rates, before there is a model."""
+    shown = torch.optim.SGD([torch.zeros(1)], 0.1)
+    for _ in range(3):
+        shown.step()
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        backward(model, 3)
+        optimizer.step()
+
+
 def wrapped_again() -> None:
     """Wrap a model again, as a trainer does that begins again with a smaller batch."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
@@ -965,6 +980,7 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
         "batch batch forward 14 ready step, batch batch forward 2 ready step, batch batch forward 2 ready step",
     ),
     "with frozen parts": (with_frozen_parts, "ready step, forward 3 ready step"),
+    "with a schedule shown before": (with_a_schedule_shown_before, "ready step, forward 3 ready step"),
     "with a later optimizer": (
         with_a_later_optimizer,
         "forward 3 ready step, forward 3 ready step, forward 3 forward 3 again 1 anew ready step, forward 3 ready step",

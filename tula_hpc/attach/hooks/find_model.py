@@ -127,7 +127,12 @@ def trained_parameters() -> set[Tensor]:
 
 
 def why_unheld(optimizer: Optimizer) -> str:
-    """Return why the steps of an optimizer are not counted; "" if any module is trained."""
+    """Return why the steps of an optimizer are not counted; "" if any module is trained.
+
+    Without gradients it trains nothing, as where its steps only show a schedule of learning rates.
+    """
+    if all(parameter.grad is None for parameter in parameters_of(optimizer)):
+        return ""
     trained = trained_parameters()
     if not all(trained.isdisjoint(module.parameters()) for module in objects_of(nn.Module)):
         return ""
