@@ -137,6 +137,14 @@ def rows(*states: tuple[str, str, str]) -> list[StepState]:
         ([], f"{FRAME}tula_hpc.errors.StorageError: /a: cannot be made: Stale file handle", Failure.KILLED),
         ([], f"{FRAME}OSError: [Errno 5] Input/output error: '/data/a.jpg'", Failure.KILLED),
         ([], "[rank1]: TimeoutError: [Errno 110] Connection timed out: '/data'", Failure.KILLED),
+        ([], f"{FRAME}OSError: [Errno 116] Stale file handle", Failure.KILLED),
+        # a connection of a tracker's, say, which was only logged
+        (
+            [],
+            f"{FRAME}TimeoutError: [Errno 110] Connection timed out\n{FRAME}tula_hpc.errors.InputError: no",
+            Failure.BAD_INPUT,
+        ),
+        ([], f"{FRAME}OSError: [Errno 107] Transport endpoint is not connected", Failure.BUG),
         ([], f"{FRAME}FileNotFoundError: [Errno 2] No such file or directory: '/data'", Failure.BUG),
         ([], f"{FRAME}OSError: [Errno 28] No space left on device: '/data'", Failure.NO_SPACE),
         ([], f"{FRAME}KeyError: 'Input/output error'", Failure.BUG),

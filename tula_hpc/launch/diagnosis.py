@@ -8,6 +8,7 @@ descriptions. Only the part of a log that belongs to the job's last run is read.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import re
@@ -67,10 +68,13 @@ def _raised(failure: Failure) -> str:
     return rf"^(\[rank\d+\]: )?tula_hpc\.errors\.{error_for(failure).__name__}: "
 
 
-# errors about a file that a file system refused for a passing reason: ours, and Python's own
+_PASSING = "|".join(map(os.strerror, PASSING))
+# Errors about a file that a file system refused for a passing reason: ours, and Python's own.
+# A network connection has most of these, too, but without a file's name.
 _REFUSED_FILE = (
-    r"^(\[rank\d+\]: )?(tula_hpc\.errors\.\w+: .* cannot be \w+: |\w+Error: \[Errno \d+\] )"
-    rf"({'|'.join(map(os.strerror, PASSING))})"
+    rf"^(\[rank\d+\]: )?(tula_hpc\.errors\.\w+: .* cannot be \w+: ({_PASSING})"
+    rf"|\w+Error: \[Errno ({errno.EIO}|{errno.EREMOTEIO}|{errno.ESTALE})\]"
+    rf"|\w+Error: \[Errno \d+\] ({_PASSING}): b?['\"])"
 )
 # Python's last words when it cannot write a traceback any more
 CUT_OFF = r"^(object repr|object type name|object type|object address) *: ?$|^lost sys\.stderr$"
@@ -94,11 +98,7 @@ _SIGNS = (
     # before DEVICE_FAILED: its sentence may quote why there is no device
     _Sign(Failure.BAD_INPUT, frozenset(), rf"{_raised(Failure.BAD_INPUT)}|{PYTHON_GONE}"),
     # before its consequences: peers wait for a worker with a broken device until their time is up
-    _Sign(
-        Failure.DEVICE_FAILED,
-        frozenset(),
-        rf"{_raised(Failure.DEVICE_FAILED)}|{DEVICE_WORDS}",
-    ),
+    _Sign(Failure.DEVICE_FAILED, frozenset(), rf"{_raised(Failure.DEVICE_FAILED)}|{DEVICE_WORDS}"),
     _Sign(
         Failure.NODE_FAILED,
         frozenset({"NODE_FAIL", "BOOT_FAIL"}),
