@@ -363,7 +363,7 @@ def test_a_refusal_names_the_hosts_that_were_left_out(tmp_path: Path, monkeypatc
 
 
 def test_where_arrays_are_refused_jobs_are_submitted_one_by_one_and_as_many_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     there = launcher(tmp_path, executor="slurm", array_parallelism=2)
     asked: list[tuple[int, tuple[str, ...]]] = []
@@ -381,6 +381,7 @@ def test_where_arrays_are_refused_jobs_are_submitted_one_by_one_and_as_many_run(
     jobs = there.submit([print] * 4, stage="train", nodes=1, minutes=1, after=["0"])
     assert [job.job_id for job in jobs] == ["2", "3", "4", "5"]
     assert asked == [(4, ("0",)), (1, ("0",)), (1, ("0",)), (1, ("2",)), (1, ("3",))]
+    assert capsys.readouterr().err == "the scheduler refused the job; submitting jobs one by one\n"
     largest = 0
     asked.clear()
     with pytest.raises(RefusedError):

@@ -215,10 +215,11 @@ class Launcher:
                     raise
                 most = self._fewer(min(most, len(todo)), error, len(todo))
                 continue
-            except RefusedError:
+            except RefusedError as error:
                 if min(most, len(todo)) == 1:
                     raise
-                # a site may take no arrays; if not, a single job is refused for the same reason
+                # a site may take no arrays; for any other reason a single job is refused, too
+                sys.stderr.write(f"{error}; submitting jobs one by one\n")
                 most = 1
                 continue
             submitted += accepted
