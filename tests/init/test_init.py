@@ -144,9 +144,11 @@ def test_the_users_own_choice_of_an_account_goes_before_the_first(
     default = 'case "$*" in *withassoc*clusters=made*) echo ml; exit ;; esac'
     script.write_text(script.read_text().replace("#!/bin/sh\n", f"#!/bin/sh\n{default}\n"))
     assert written(tmp_path).account == "ml"
+    assert "# your default account\n" in (tmp_path / "cluster.toml").read_text()
     # some sites' plugins take names that accounting does not list
     monkeypatch.setenv("SBATCH_ACCOUNT", "def-ada")
     assert written(tmp_path).account == "def-ada"
+    assert "# SBATCH_ACCOUNT of your shell\n" in (tmp_path / "cluster.toml").read_text()
 
 
 def test_a_worker_sees_only_one_part_of_a_gpu(commands: Path, tmp_path: Path) -> None:
@@ -155,7 +157,9 @@ def test_a_worker_sees_only_one_part_of_a_gpu(commands: Path, tmp_path: Path) ->
     assert (cluster.workers_per_node, cluster.gres) == (1, "gpu:a100_1g.5gb:1")
 
 
-def test_limits_of_partition_account_and_qos_hold(commands: Path, tmp_path: Path) -> None:
+def test_limits_of_partition_account_and_qos_hold(
+    commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fields = "AllowAccounts=ml,bio QoS=part AllowQos=high,low TRESBillingWeights=CPU=1.0"
     put_site(
         commands,
@@ -166,9 +170,14 @@ def test_limits_of_partition_account_and_qos_hold(commands: Path, tmp_path: Path
     )
     cluster = written(tmp_path)
     assert (cluster.account, cluster.qos, cluster.max_nodes) == ("ml", "low", 2)
+    assert "# the first of your accounts that may use the partition\n" in (tmp_path / "cluster.toml").read_text()
     assert (cluster.profile_minutes, cluster.train_minutes) == (5, 5)
     assert cluster.signal_delay_s < 150
     assert cluster.pricing.basis == "tres"
+    # another account is not submitted with those of ml
+    monkeypatch.setenv("SBATCH_ACCOUNT", "chem")
+    cluster = written(tmp_path)
+    assert (cluster.account, cluster.qos, cluster.profile_minutes) == ("chem", None, 10)
 
 
 def test_accounts_on_other_clusters_of_the_site_do_not_count(commands: Path, tmp_path: Path) -> None:
@@ -209,7 +218,7 @@ def test_without_slurm_a_cluster_file_is_said_to_be_needless(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main([str(tmp_path / "cluster.toml")]) == 1
     error = capsys.readouterr().err
-    assert "login node?\nWithout Slurm a sweep needs no cluster file: leave out --cluster.\n" in error
+    assert "login node? (without Slurm a sweep needs no cluster file: leave out --cluster)\n" in error
     assert not (tmp_path / "cluster.toml").exists()
 
 

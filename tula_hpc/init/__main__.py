@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 # links to the folders sweeps/ and slurm_templates/; an installed package has copies of them
 EXAMPLES = Path(__file__).parent.parent / "examples"
 # what to do on a machine that has no Slurm at all
-WITHOUT_SLURM = "Without Slurm a sweep needs no cluster file: leave out --cluster."
+WITHOUT_SLURM = "(without Slurm a sweep needs no cluster file: leave out --cluster)"
 # a machine without any of these commands, or without a configuration for them, has no Slurm
 SLURM_COMMANDS = ("scontrol", "sinfo", "sbatch")
 
@@ -211,7 +211,7 @@ def _cluster(options: argparse.Namespace) -> _Cluster:
             survey = survey_cluster(options.partition)
         except (NotConfiguredError, NotStartedError) as error:
             if not has_script:
-                raise type(error)(f"{error}\n{WITHOUT_SLURM}") from None
+                raise type(error)(f"{error} {WITHOUT_SLURM}") from None
             if isinstance(error, NotStartedError):
                 raise
     if survey is None:

@@ -104,9 +104,11 @@ def _identity(survey: Survey, place: Place) -> Iterator[KeyLine]:
     kind = "the default partition" if place.is_default else "not the default partition"
     yield KeyLine("partition", place.partition.name, kind)
     if place.account:
-        whose = "your default account, or the first of yours that may use it"
+        whose = "the first of your accounts that may use the partition"
         if place.account == users_default("account"):
             whose = "SBATCH_ACCOUNT of your shell"
+        elif place.account == survey.preferred_account:
+            whose = "your default account"
         yield KeyLine("account", place.account, whose)
     elif survey.needs_account:
         yield KeyLine("account", "", UNKNOWN, asked=True)
@@ -190,7 +192,9 @@ def _environment(place: Place) -> Iterator[KeyLine]:
 
 def _pricing(survey: Survey, place: Place) -> Iterator[KeyLine]:
     nodes = place.nodes
-    if place.billing_weights and nodes is not None:
+    if nodes is None:
+        return
+    if place.billing_weights:
         yield KeyLine("basis", "tres", "billing units times hours, as the site accounts them")
         yield KeyLine("tres_weights", place.billing_weights, "TRESBillingWeights of the partition")
         if survey.max_tres:

@@ -75,6 +75,8 @@ class Survey(NamedTuple):
     cluster_name: str
     places: tuple[Place, ...]
     needs_account: bool
+    # account that jobs are submitted with where it may be used: the user's choice, or the default
+    preferred_account: str
     requeues: bool
     # whether a job is billed for the largest of its weighted TRES
     max_tres: bool
@@ -110,6 +112,7 @@ def survey_cluster(wanted: str | None = None) -> Survey:
         cluster_name=config.get("ClusterName", "cluster"),
         places=tuple(places),
         needs_account=needs_account,
+        preferred_account=preferred,
         requeues=config.get("JobRequeue", "1") != "0",
         max_tres="MAX_TRES" in config.get("PriorityFlags", "").split(","),
     )
@@ -136,7 +139,11 @@ def _place(
         nodes = first.model_copy(update={"count": kinds[most]})
     accounts = [each for each in of_user if each.partition in ("", partition.name)]
     allowed = _allowed(fields, accounts)
+    named = users_default("account")
     account = allowed[0] if allowed else None
+    # limits and QOS of another account would not be those of the jobs
+    if account is not None and named not in ("", account.account):
+        account = None
     qos = _qos_for(fields, account)
     limits = [all_limits[name] for name in (partition.qos, qos) if name in all_limits]
     limits += [account] if account else []
@@ -145,7 +152,7 @@ def _place(
         is_default=fields.get("Default") == "YES",
         nodes=nodes,
         others=max(0, len(kinds) - 1),
-        account=users_default("account") or (account.account if account else ""),
+        account=named or (account.account if account else ""),
         qos=qos,
         most_nodes=_least(
             nodes.count if nodes else 0, partition.max_nodes, *(each.max_nodes for each in limits)
