@@ -352,8 +352,15 @@ def test_the_account_and_qos_of_the_users_shell_are_judged_where_the_file_names_
     monkeypatch.setenv("SBATCH_ACCOUNT", "physics")
     monkeypatch.setenv("SBATCH_QOS", "high")
     (account,) = on_site(Topic.ACCOUNT, **known)
-    assert account.found == "physics is one of ada's"
-    assert level(on_site(Topic.QOS, **known)) is Level.FAILED
+    assert account.found == "physics (SBATCH_ACCOUNT of your shell) is one of ada's"
+    (qos,) = on_site(Topic.QOS, **known)
+    assert (qos.level, qos.found) == (Level.FAILED, "ada's account may not use high (SBATCH_QOS of your shell)")
+    for given in ({"qos": "high"}, {"sbatch": {"qos": "high"}}):
+        (qos,) = on_site(Topic.QOS, CPU.model_copy(update=given), **known)
+        assert qos.found == "ada's account may not use high"
+    monkeypatch.setenv("SBATCH_PARTITION", "nowhere")
+    (partition,) = on_site(Topic.PARTITION, CPU.model_copy(update={"partition": None}), partition=None)
+    assert partition.found == "there is no partition nowhere (SBATCH_PARTITION of your shell)"
     (limit,) = on_site(Topic.TIME_LIMITS, **known)
     assert "account physics allows 60 minutes" in limit.found
 
@@ -445,9 +452,7 @@ def test_what_slurm_prints_becomes_facts(monkeypatch: pytest.MonkeyPatch, tmp_pa
         return ANSWERS[" ".join(command[: 3 if command[0] == "scontrol" else 2])]
 
     monkeypatch.setattr("tula_hpc.launch.slurm.run_command", answer)
-    monkeypatch.setattr(
-        "tula_hpc.launch.slurm_executor.could_start", lambda _: "Job 7 to start at noon using 80 processors"
-    )
+    monkeypatch.setattr("tula_hpc.check.site.could_start", lambda _: "Job 7 to start at noon using 80 processors")
     cluster = CPU.model_copy(update={"partition": "gpu"})
     site = ask_site(Launcher(cluster, RunDirectory(tmp_path), "tula-check"), 2)
     assert site.partition == Partition(

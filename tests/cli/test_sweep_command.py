@@ -1083,6 +1083,11 @@ def test_what_no_partition_can_run_is_refused_before_anything_is_submitted(
     assert main(command) == 2
     assert f"{cluster}: {refused}" in capsys.readouterr().err
     assert not run.exists()
+    if "gpuu" in keys:
+        cluster.write_text("executor = 'slurm'\n")
+        monkeypatch.setenv("SBATCH_PARTITION", "gpuu")
+        assert main(command) == 2
+        assert "no partition 'gpuu' (SBATCH_PARTITION of your shell); expected" in capsys.readouterr().err
     monkeypatch.setenv("SLURM_CONF", str(run))
     assert main(command) == 2
     assert capsys.readouterr().err == f"SLURM_CONF: no readable file {run}; correct it, or unset it\n"

@@ -11,12 +11,11 @@ import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from tula_hpc.config import ClusterSpec
-from tula_hpc.env import users_default
 from tula_hpc.errors import LaunchError, RefusedError
 from tula_hpc.launch import slurm
 from tula_hpc.launch.bounded_command import count_in, no_answer
 from tula_hpc.launch.launcher import Launcher
+from tula_hpc.launch.slurm_executor import could_start, partitions_of
 from tula_hpc.records import Record
 
 TIMEOUT_S = 20.0
@@ -142,17 +141,6 @@ def _shown_partitions(*options: str) -> tuple[list[dict[str, str]], str]:
     shown = ask("scontrol", "show", "partition", *options, "--oneliner")
     lines = (line for line in shown.splitlines() if line.startswith("PartitionName="))
     return [slurm.fields_of(line) for line in lines], shown
-
-
-def option_of(cluster: ClusterSpec, name: str) -> str:
-    """Return the partition, account or qos that jobs name, by file or user; "" for the site's."""
-    return str(getattr(cluster, name) or cluster.sbatch.get(name) or users_default(name))
-
-
-def partitions_of(cluster: ClusterSpec) -> list[str]:
-    """Return the partitions that jobs may go to: sbatch takes several and uses any that is free."""
-    wanted = option_of(cluster, "partition")
-    return wanted.split(",") if wanted else []
 
 
 def _is_chosen(partition: dict[str, str], wanted: Collection[str]) -> bool:
@@ -311,8 +299,6 @@ def _answers(launcher: Launcher, nodes: int) -> tuple[Answer, ...]:
 
 
 def _answer(launcher: Launcher, job: str, minutes: int, nodes: int) -> Answer:
-    from tula_hpc.launch.slurm_executor import could_start
-
     accepted: bool | None = True
     try:
         text = could_start(launcher.script(stage=job, nodes=nodes, minutes=minutes, tasks=1))

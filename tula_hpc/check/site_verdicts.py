@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
 
-from tula_hpc.check.site import Limits, Nodes, Site, option_of, partitions_of
+from tula_hpc.check.site import Limits, Nodes, Site
 from tula_hpc.config import ClusterSpec, hidden_peers
 from tula_hpc.config.gpus import NO_GRES
 from tula_hpc.containers import Folders, describe
 from tula_hpc.formatting import command_line, format_bytes, plural
+from tula_hpc.launch.slurm_executor import option_of, origin_of, partitions_of
 from tula_hpc.records import Record
 
 # share of a node's memory below which an exclusive job is warned of: nobody can use the rest
@@ -106,10 +107,12 @@ def judge_site(cluster: ClusterSpec, site: Site) -> list[Verdict]:
     if site.partition is None:
         wanted = ",".join(partitions_of(cluster))
         there = ", ".join(site.partitions) or "none that you may see"
-        lacking = f"there is no partition {wanted}" if wanted else "no partition is the default"
+        lacking = "no partition is the default"
+        if wanted:
+            lacking = f"there is no partition {wanted}{origin_of(cluster, 'partition')}"
         return [failed(Topic.PARTITION, lacking, f"set partition to one of: {there}")]
     return [
-        _judge_partition(site),
+        _judge_partition(cluster, site),
         *_judge_account(cluster, site),
         *_judge_qos(cluster, site),
         *_judge_time_limits(cluster, site),
@@ -120,17 +123,16 @@ def judge_site(cluster: ClusterSpec, site: Site) -> list[Verdict]:
     ]
 
 
-def _judge_partition(site: Site) -> Verdict:
+def _judge_partition(cluster: ClusterSpec, site: Site) -> Verdict:
     partition = site.partition
     assert partition is not None  # noqa: S101 # an invariant of judge_site
+    name = f"{partition.name}{origin_of(cluster, 'partition')}"
     if partition.state != "UP":
-        found = f"{partition.name} is {partition.state}"
+        found = f"{name} is {partition.state}"
         return failed(
             Topic.PARTITION, found, "use another partition, or ask the site when it opens"
         )
-    return ok(
-        Topic.PARTITION, f"{partition.name} is up, with {plural(partition.total_nodes, 'node')}"
-    )
+    return ok(Topic.PARTITION, f"{name} is up, with {plural(partition.total_nodes, 'node')}")
 
 
 def _judge_account(cluster: ClusterSpec, site: Site) -> Iterator[Verdict]:
@@ -142,18 +144,16 @@ def _judge_account(cluster: ClusterSpec, site: Site) -> Iterator[Verdict]:
         if known:
             yield ok(Topic.ACCOUNT, f"none is set; yours: {', '.join(known)}")
         return
+    shown = f"{account}{origin_of(cluster, 'account')}"
     if not known:
-        yield ok(
-            Topic.ACCOUNT,
-            f"{account}; not checked, as accounting lists no account of yours",
-        )
+        yield ok(Topic.ACCOUNT, f"{shown}; not checked, as accounting lists no account of yours")
     elif account in known:
-        yield ok(Topic.ACCOUNT, f"{account} is one of {site.user}'s")
+        yield ok(Topic.ACCOUNT, f"{shown} is one of {site.user}'s")
     else:
         # a site's plugin may turn a project's name into that of an account
         is_taken = any(answer.accepted for answer in site.answers)
         make = failed if site.enforces_accounts and not is_taken else warning
-        found = f"accounting has no user {site.user} in account {account}"
+        found = f"accounting has no user {site.user} in account {shown}"
         yield make(Topic.ACCOUNT, found, f"set account to one of: {', '.join(known)}")
 
 
@@ -162,17 +162,18 @@ def _judge_qos(cluster: ClusterSpec, site: Site) -> Iterator[Verdict]:
     if not qos or not site.qos:
         return
     names = [each.name for each in site.qos]
+    shown = f"{qos}{origin_of(cluster, 'qos')}"
     if qos not in names:
-        found = f"there is no QOS {qos}"
+        found = f"there is no QOS {shown}"
         yield failed(Topic.QOS, found, f"set qos to one of: {', '.join(names)}")
         return
     allowed = sorted({name for each in _own_associations(cluster, site) for name in each.qos})
     if allowed and qos not in allowed:
         make = failed if site.enforces_accounts else warning
-        found = f"{site.user}'s account may not use {qos}"
+        found = f"{site.user}'s account may not use {shown}"
         yield make(Topic.QOS, found, f"set qos to one of: {', '.join(allowed)}")
         return
-    yield ok(Topic.QOS, f"{qos} may be used")
+    yield ok(Topic.QOS, f"{shown} may be used")
 
 
 def _own_associations(cluster: ClusterSpec, site: Site) -> list[Limits]:

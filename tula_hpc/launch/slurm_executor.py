@@ -29,7 +29,7 @@ from submitit.slurm.slurm import _convert_mem, _make_sbatch_string
 from tula_hpc.config import ClusterSpec
 from tula_hpc.config.gpus import NO_GRES
 from tula_hpc.containers import NO_FOLDERS, Folders, export_lines, python_of, srun_options
-from tula_hpc.env import RUN_MARK, outside_of_job, slurm_job_id
+from tula_hpc.env import RUN_MARK, outside_of_job, slurm_job_id, users_default
 from tula_hpc.errors import InputError, LaunchError, NotStartedError, RefusedError, SubmitLimitError
 from tula_hpc.files import in_words, now_of_files
 from tula_hpc.launch import slurm
@@ -137,6 +137,24 @@ def requeue_if_killed(folder: Path) -> list[str]:
         "fi",
         'exit "$tula_code"',
     ]
+
+
+def option_of(cluster: ClusterSpec, name: str) -> str:
+    """Return the partition, account or qos that jobs name, by file or user; "" for the site's."""
+    return str(getattr(cluster, name) or cluster.sbatch.get(name) or users_default(name))
+
+
+def origin_of(cluster: ClusterSpec, name: str) -> str:
+    """Return which variable sets the value of `option_of`, in brackets; "" if the file does."""
+    is_of_file = getattr(cluster, name) or cluster.sbatch.get(name)
+    is_of_shell = not is_of_file and users_default(name)
+    return f" (SBATCH_{name.upper()} of your shell)" if is_of_shell else ""
+
+
+def partitions_of(cluster: ClusterSpec) -> list[str]:
+    """Return the partitions that jobs may go to: sbatch takes several and uses any that is free."""
+    wanted = option_of(cluster, "partition")
+    return wanted.split(",") if wanted else []
 
 
 class SlurmJobs:

@@ -15,13 +15,12 @@ from itertools import chain
 from typing import NamedTuple
 
 from tula_hpc.config import ClusterSpec, cluster_sizes, study_part
-from tula_hpc.env import users_default
 from tula_hpc.errors import LaunchError, NotConfiguredError, RefusedError, SubmitLimitError
 from tula_hpc.formatting import plural
 from tula_hpc.launch import slurm
 from tula_hpc.launch.bounded_command import count_in
 from tula_hpc.launch.launcher import Launcher
-from tula_hpc.launch.slurm_executor import NO_SUCH_NODE, could_start
+from tula_hpc.launch.slurm_executor import NO_SUCH_NODE, could_start, origin_of, partitions_of
 from tula_hpc.stages.context import Sweep
 
 # options of a script that say nothing about its job
@@ -230,16 +229,17 @@ def _mistake(
     partitions: Mapping[str, Mapping[str, str]],
     kinds: Sequence[tuple[str, str, str]],
 ) -> tuple[str, str] | None:
-    wanted = part.partition or str(part.sbatch.get("partition", "")) or users_default("partition")
-    # sbatch accepts several partitions, and uses the first that is free
-    names = wanted.split(",") if wanted else []
+    names = partitions_of(part)
+    origin = origin_of(part, "partition")
     if missing := [name for name in names if name not in partitions]:
         known = ", ".join(partitions)
-        return "partition", f"Slurm has no partition {missing[0]!r}; expected one of: {known}"
+        words = f"Slurm has no partition {missing[0]!r}{origin}; expected one of: {known}"
+        return "partition", words
     names = names or [name for name, row in partitions.items() if row.get("Default") == "YES"]
     most = max((count_in(partitions[name].get("TotalNodes", "")) or 0 for name in names), default=0)
     if 0 < most < nodes:
-        found = f"{part.max_nodes}, but partition {', '.join(names)} has {plural(most, 'node')}"
+        where = f"partition {', '.join(names)}{origin}"
+        found = f"{part.max_nodes}, but {where} has {plural(most, 'node')}"
         return "max_nodes", f"{found}; set max_nodes = {most}, and search.cluster_sizes up to that"
     return _too_large(part, names, [kind for kind in kinds if kind[0] in names])
 
