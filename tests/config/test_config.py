@@ -339,6 +339,7 @@ def test_any_form_that_gives_every_worker_a_gpu_is_accepted(here: Path, asked: s
     [
         ("", 'gres: device = "cuda" on Slurm needs gres = "gpu:4"'),
         ("exclusive = true", 'gres: device = "cuda" on Slurm needs gres = "gpu:4", also with exclusive = true'),
+        ('exclusive = false\ngres = "none"', 'gres: "none" needs exclusive = true, as Slurm keeps no other job'),
         ('gres = "gpu"', f'gres: {EACH}, but "gpu" asks for 1 a node'),
         ('[sbatch]\ngres = "gpu:2"', f'sbatch.gres: {EACH}, but "gpu:2" asks for 2 a node'),
         ("[sbatch]\ngpus-per-node = 1", f'sbatch.gpus-per-node: {EACH}, but "1" asks for 1 a node'),

@@ -222,8 +222,9 @@ def _refusal(option: str, own: str) -> str:
 # Keys of the cluster file, each with the sbatch option that would replace its value: [sbatch] may
 # hold the option only while the key has no value. Options that replace gres: see `check_gpus`.
 _OPTIONS_OF = {
-    "partition": "partition", "controller_partition": "partition", "account": "account",
-    "qos": "qos", "constraint": "constraint", "memory_gb": "mem", "cpus_per_worker": "cpus-per-task",
+    "partition": "partition", "controller_partition": "partition",
+    "account": "account", "qos": "qos", "constraint": "constraint",
+    "memory_gb": "mem", "cpus_per_worker": "cpus-per-task",
 }  # fmt: skip
 
 
@@ -284,8 +285,8 @@ class ClusterSpec(Spec):
     qos: SlurmWord | None = None
     """Quality of service that jobs are submitted with."""
     gres: SlurmWord | None = None
-    """Generic resources of a node (`--gres`); needed for `device = "cuda"` on Slurm; "none" if Slurm
-    does not manage the GPUs.
+    """Generic resources of a node (`--gres`); needed for `device = "cuda"` on Slurm; "none" if
+    Slurm does not manage the GPUs, which needs `exclusive`.
     """
     constraint: SlurmWord | None = None
     """Feature that the nodes must have, so that all are of one kind."""
@@ -387,8 +388,9 @@ class ClusterSpec(Spec):
         )
         if self.executor == "slurm" and self.signal_delay_s >= 60 * minutes:
             raise ValueError(
-                f"{key}: expected more than signal_delay_s = {self.signal_delay_s} s, got {minutes} "
-                f"min; set {key} = {self.signal_delay_s // 60 + 1} or more, or lower signal_delay_s"
+                f"{key}: expected more than signal_delay_s = {self.signal_delay_s} s, got "
+                f"{minutes} min; set {key} = {self.signal_delay_s // 60 + 1} or more, or lower "
+                "signal_delay_s"
             )
         return self
 

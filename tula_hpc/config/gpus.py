@@ -115,6 +115,11 @@ def check_gpus(cluster: ClusterSpec) -> None:
             "exclusive = true: Slurm gives a job's tasks only GPUs that were asked for; "
             f'gres = "{NO_GRES}" if Slurm does not manage the GPUs'
         )
+    if not counts and cluster.gres == NO_GRES and not cluster.exclusive:
+        raise ValueError(
+            f'gres: "{NO_GRES}" needs exclusive = true, as Slurm keeps no other job from the same '
+            "GPUs"
+        )
     need = "a worker needs a GPU"
     if workers > 1:
         need = f"each of {workers} workers_per_node needs a GPU of its own"

@@ -188,8 +188,8 @@ class TrainingSpec(Spec):
     some.
     """
     max_requeues: int = Field(default=20, ge=0, le=10**6)
-    """How often one command lets a training go on after preemption or a time limit; requeues by Slurm
-    itself do not count.
+    """How often one command lets a training go on after preemption or a time limit; requeues by
+    Slurm itself do not count.
     """
     max_fallbacks: int = Field(default=3, ge=0, le=1000)
     """How often a training may go on with the next smaller batch after running out of memory."""
