@@ -32,7 +32,7 @@ from tula_hpc.config import (
     sweep_for,
 )
 from tula_hpc.errors import InputError, NotEnoughDataError, RunDirectoryError
-from tula_hpc.files import MEASUREMENTS_GONE, not_a_run, write_out
+from tula_hpc.files import MEASUREMENTS_GONE, write_out
 from tula_hpc.formatting import command_line, printable, printable_output, with_own_escapes
 from tula_hpc.records import (
     Configuration,
@@ -178,10 +178,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _answer(options: argparse.Namespace) -> str:
     run = RunDirectory(options.run)
-    with run.reading():
-        is_run = run.sweep_file.exists() or run.events_file.exists()
-    if not is_run:
-        raise InputError(not_a_run(options.run), source=options.run)
+    run.require()
     if warning := exposure_warning(options.set):
         print(f"warning: {warning}", file=sys.stderr)
     # a sweep must not start training while its plan is being replaced

@@ -27,7 +27,7 @@ from tula_hpc.config import (
 )
 from tula_hpc.env import unix_time
 from tula_hpc.errors import InputError, RunDirectoryError
-from tula_hpc.files import not_a_run, read_bounded
+from tula_hpc.files import read_bounded
 from tula_hpc.formatting import format_number, plural
 from tula_hpc.records import (
     MAIN_LABEL,
@@ -298,7 +298,7 @@ def read_run(run: RunDirectory) -> RunContents:
     Raises:
         RunDirectoryError: There is no such directory, or it holds no run.
     """
-    _refuse_empty(run)
+    run.require()
     notes: list[str] = []
     measurements = run.measurements()
     if measurements.skipped:
@@ -334,12 +334,6 @@ def holds_study(run: RunDirectory) -> bool:
     """Return whether a run is a study, which has its own kind of report."""
     sweep = _read_input(load_frozen_sweep, run.sweep_file, [])
     return run.has_studied() if sweep is None else sweep.study is not None
-
-
-def _refuse_empty(run: RunDirectory) -> None:
-    parts = (run.sweep_file, run.plan_file, run.events_file)
-    if not any(part.exists() for part in parts) and not any(run.profile.glob("*.jsonl")):
-        raise RunDirectoryError(not_a_run(run.root), source=run.root)
 
 
 def _read_text(path: Path, notes: list[str]) -> str:

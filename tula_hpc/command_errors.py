@@ -112,6 +112,25 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Add `--set`, for keys of a sweep and its cluster."""
+    parser.add_argument(
+        "--set",
+        type=_assignment,
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override a key of the sweep; cluster.KEY=VALUE for a key of the cluster, and "
+        "cluster.partitions.NAME.KEY=VALUE for one of a partition; repeatable",
+    )
+
+
+def _assignment(text: str) -> str:
+    if "=" not in text:
+        raise argparse.ArgumentTypeError(f"expected section.key=value in one word, got {text!r}")
+    return text
+
+
 def _path(text: str) -> Path:
     # Path("") is the working directory, which nobody means by an unset shell variable
     if not text:

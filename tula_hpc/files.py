@@ -58,9 +58,26 @@ def in_words(error: OSError) -> str:
     return message
 
 
+def is_there(path: Path) -> bool:
+    """Tell whether a path leads to something.
+
+    `Path.exists` also answers False, from Python 3.14 on, where it may not look.
+
+    Raises:
+        OSError: The file system does not tell.
+    """
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        return False
+    return True
+
+
 def not_a_run(path: Path) -> str:
     """Say why a path is no run directory, and suggest others that may be meant."""
-    if not path.exists():
+    if not is_there(path):
         words = "no such run directory"
     elif path.is_dir():
         words = "is not a run directory: it has no sweep.toml"

@@ -68,14 +68,15 @@ def run(
         from tula_hpc.stages.context import Sweep
         from tula_hpc.stages.study import describe_study
 
-        check_run(spec, cluster, root)
+        check_run(spec, cluster, root, has_cluster_file=options.cluster is not None)
         try_dry(Sweep(spec, cluster, RunDirectory(root)))
         preview = describe_study(spec, cluster, root)
         if options.detach:
             preview = with_controller(preview, spec, cluster, root)
         preview.show()
         return 0
-    sweep, until = open_run(spec, cluster, root), "report" if report else "train"
+    sweep = open_run(spec, cluster, root, has_cluster_file=options.cluster is not None)
+    until = "report" if report else "train"
     with status_at_end(root, wanted=options.json):
         return work(sweep, until, detach=options.detach, here=options.take_over)
 

@@ -53,14 +53,14 @@ def _run(options: argparse.Namespace) -> int:
     if options.dry_run:
         from tula_hpc.cli.dry_run import describe_submission, with_controller
 
-        check_run(spec, cluster, root)
+        check_run(spec, cluster, root, has_cluster_file=options.cluster is not None)
         trains = options.until in ("train", "report")
         preview = describe_submission(spec, cluster, root, trains=trains)
         if options.detach:
             preview = with_controller(preview, spec, cluster, root)
         preview.show()
         return 0
-    sweep = open_run(spec, cluster, root)
+    sweep = open_run(spec, cluster, root, has_cluster_file=options.cluster is not None)
     with status_at_end(root, wanted=options.json):
         return work(sweep, options.until, detach=options.detach, here=options.take_over)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tula_hpc.command_errors import CommandParser, exit_code_of
 from tula_hpc.errors import RunDirectoryError
-from tula_hpc.files import not_a_run, write_out
+from tula_hpc.files import write_out
 from tula_hpc.formatting import printable_output
 from tula_hpc.records import RunDirectory
 
@@ -55,10 +55,7 @@ def _run(options: argparse.Namespace) -> int:
     runs = list(map(RunDirectory, options.runs))
     for run in runs:
         # checked before the libraries for drawing are loaded
-        with run.reading():
-            is_run = any(path.exists() for path in (run.sweep_file, run.events_file, run.plan_file))
-        if not is_run:
-            raise RunDirectoryError(not_a_run(run.root), source=run.root)
+        run.require()
     from tula_hpc.analysis.report.several.runs_page import write_runs_report
     from tula_hpc.analysis.report.study_page import write_study_report
     from tula_hpc.analysis.run_contents import holds_study

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import genericpath
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -217,8 +218,9 @@ def test_a_file_that_may_not_be_read_is_named(
             assert "Permission denied" in output.err + output.out, name
 
 
+@pytest.mark.parametrize("is_hidden", [False, True], ids=["raises", "returns False, as from Python 3.14 on"])
 def test_a_run_that_may_not_be_read_is_bad_input_for_every_command(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *, is_hidden: bool
 ) -> None:
     """Root may read everything, so the test replaces the kernel's answer."""
     stat = os.stat
@@ -229,6 +231,9 @@ def test_a_run_that_may_not_be_read_is_bad_input_for_every_command(
         return stat(path, *rest, **options)
 
     monkeypatch.setattr(os, "stat", refuse)
+    if is_hidden:
+        monkeypatch.setattr(Path, "exists", genericpath.exists)
+        monkeypatch.setattr(Path, "is_file", genericpath.isfile)
     for name, command in SWEEP_COMMANDS.items():
         capsys.readouterr()
         assert command(folder) == 2, name

@@ -102,14 +102,16 @@ def test_a_mistake_is_one_line_exit_code_2_and_nothing_is_created(
 def test_a_run_below_a_folder_that_may_not_be_searched_is_bad_input(
     sweep_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    exists = Path.exists
+    stat = Path.stat
 
-    def refused(path: Path) -> bool:
+    def refused(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
         if path.parent.name == "theirs":
             raise PermissionError(13, "Permission denied", str(path))
-        return exists(path)
+        return stat(path, follow_symlinks=follow_symlinks)
 
-    monkeypatch.setattr(Path, "exists", refused)
+    monkeypatch.setattr(Path, "stat", refused)
+    # as from Python 3.14 on
+    monkeypatch.setattr(Path, "exists", os.path.exists)
     assert main([str(sweep_file), "--run-dir", "theirs/run"]) == 2
     where = sweep_file.parent / "theirs" / "run"
     assert capsys.readouterr().err == f"{where}: cannot be reached: Permission denied; use another --run-dir\n"
@@ -153,10 +155,11 @@ def test_a_forgotten_cluster_file_is_named(sweep_file: Path, capsys: pytest.Capt
     root = sweep_file.parent / "my run"
     run = open_run(*load_inputs(_parser().parse_args([str(sweep_file), *given])), root).run
     measure(run)
-    assert main([str(sweep_file), "--run-dir", str(root), "--dry-run"]) == 2
-    error = capsys.readouterr().err
-    assert "was made from other inputs, and no cluster is given now:\n  max_nodes: 2 before, 64 now\n" in error
-    assert f"Add --cluster '{run.cluster_file}'; or use another --run-dir" in error
+    for nodes, values in ((64, []), (3, ["--set", "cluster.max_nodes=3"])):
+        assert main([str(sweep_file), "--run-dir", str(root), "--dry-run", *values]) == 2
+        error = capsys.readouterr().err
+        assert f"made from other inputs, and no cluster is given now:\n  max_nodes: 2 before, {nodes} now\n" in error
+        assert f"Add --cluster '{run.cluster_file}'; or use another --run-dir" in error
 
 
 @pytest.mark.parametrize("dry", [(), ("--dry-run",)])
@@ -367,8 +370,8 @@ def test_inputs_that_another_command_replaced_are_not_worked_with(
     from tula_hpc import sweep
     from tula_hpc.cli.open_run import open_run
 
-    def open_two(*inputs: Any) -> Any:
-        opened = open_run(*inputs)
+    def open_two(*inputs: Any, **options: Any) -> Any:
+        opened = open_run(*inputs, **options)
         open_run(*inputs_of(sweep_file, "workload.seed=1"), opened.run.root)
         return opened
 

@@ -29,7 +29,7 @@ from tula_hpc.cli.changed_inputs import (
 from tula_hpc.command_errors import INTERRUPTED
 from tula_hpc.env import unix_time
 from tula_hpc.errors import InputError, LaunchError, RunDirectoryError, StorageError
-from tula_hpc.files import NO_SPACE, in_words
+from tula_hpc.files import NO_SPACE, in_words, is_there
 from tula_hpc.formatting import command_line
 
 if TYPE_CHECKING:
@@ -45,8 +45,12 @@ LAST_ANSWER_S = 5.0
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
-def open_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Sweep:
+def open_run(
+    spec: SweepSpec, cluster: ClusterSpec, root: Path, *, has_cluster_file: bool = True
+) -> Sweep:
     """Make the run directory, or continue one that was made from the same inputs.
+
+    Without a cluster file, a refusal of another cluster says that the file is missing.
 
     Raises:
         RunDirectoryError: The folder is no run directory, or was made from other inputs.
@@ -70,7 +74,7 @@ def open_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Sweep:
     # for instance, a mistake in the inputs was corrected
     if _begins_anew(run, spec, cluster):
         _begin_anew(run, spec, cluster)
-    _refuse_other_inputs(run, spec, cluster)
+    _refuse_other_inputs(run, spec, cluster, has_cluster_file=has_cluster_file)
     for path, inputs in _files(run, spec, cluster):
         if path.exists():
             _take_over(run, path, inputs)
@@ -82,7 +86,9 @@ def open_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Sweep:
     return Sweep(spec, cluster, run, started_at=unix_time())
 
 
-def check_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> None:
+def check_run(
+    spec: SweepSpec, cluster: ClusterSpec, root: Path, *, has_cluster_file: bool = True
+) -> None:
     """Check that a run directory may be made at `root`, or continued with these inputs.
 
     Raises:
@@ -95,7 +101,7 @@ def check_run(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> None:
     if run.root.is_dir():
         run.check_owner()
     if not _begins_anew(run, spec, cluster):
-        _refuse_other_inputs(run, spec, cluster)
+        _refuse_other_inputs(run, spec, cluster, has_cluster_file=has_cluster_file)
 
 
 # folders of a run that its jobs write to
@@ -106,7 +112,7 @@ def _refuse_other_folder(run: RunDirectory) -> None:
     from tula_hpc.analysis.plan import lost_inputs
 
     with run.reading():
-        is_other = run.root.is_dir() and not run.sweep_file.exists() and not _is_fresh(run.root)
+        is_other = run.root.is_dir() and not is_there(run.sweep_file) and not _is_fresh(run.root)
     if is_other:
         if words := lost_inputs(run):
             raise RunDirectoryError(words)
@@ -204,7 +210,9 @@ def _files(
     return [(run.sweep_file, spec), (run.cluster_file, cluster)]
 
 
-def _refuse_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> None:
+def _refuse_other_inputs(
+    run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec, *, has_cluster_file: bool
+) -> None:
     from tula_hpc.analysis.plan import lost_inputs
 
     if words := lost_inputs(run):
@@ -219,11 +227,10 @@ def _refuse_other_inputs(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpe
         }
         if refused:
             kind = "sweep" if path == run.sweep_file else "cluster"
-            is_given = bool(inputs.model_fields_set)
+            if kind == "cluster" and not has_cluster_file:
+                kind = ""
             frees_up = is_sweep and all(_is_unmeasured(key, run, spec) for key in refused)
-            words = _other_inputs(
-                refused, run, kind, is_given=is_given, is_sweep=is_sweep, frees_up=frees_up
-            )
+            words = _other_inputs(refused, run, kind, is_sweep=is_sweep, frees_up=frees_up)
             raise RunDirectoryError(words, source=path)
 
 
@@ -272,18 +279,12 @@ def _is_fresh(root: Path) -> bool:
 
 
 def _other_inputs(
-    refused: Changes,
-    run: RunDirectory,
-    kind: str,
-    *,
-    is_given: bool,
-    is_sweep: bool,
-    frees_up: bool,
+    refused: Changes, run: RunDirectory, kind: str, *, is_sweep: bool, frees_up: bool
 ) -> str:
     """Explain which keys differ from the run directory but may not, and what to do.
 
-    `is_given`: there is an input of this kind now. `frees_up`: no measurement depends on these
-    keys, so that they may change later.
+    `kind` is the file that has them, "sweep" or "cluster"; "": there is no cluster file now.
+    `frees_up`: no measurement depends on these keys, so that they may change later.
     """
     was, now = refused.get(("executor",), ("", ""))
     if now == "local":
@@ -298,21 +299,12 @@ def _other_inputs(
         lines = [
             "was made without --cluster, on this machine; to measure on Slurm use another --run-dir"
         ]
-    elif not is_given:
-        file = shlex.quote(str(run.cluster_file))
-        lines = [
-            f"{made} other inputs, and no cluster is given now:",
-            *in_lines(refused),
-            f"Add --cluster {file}; or use another --run-dir, for a sweep of its own, which measures again.",
-        ]
     else:
-        another = "another name in it, or " if kind == "sweep" and ("name",) not in refused else ""
-        back = f", and add --run-dir {shlex.quote(str(run.root))}" if ("name",) in refused else ""
+        what, remedy = _of_file(kind, refused, run) if kind else _without_cluster(run)
         lines = [
-            f"{made} other inputs than your {kind} file (or --set) has now:",
+            f"{made} other inputs{what} now:",
             *in_lines(refused),
-            f"Set them back in your file (or in this copy, if it was edited){back}; or use {another}"
-            "another --run-dir, for a sweep of its own, which measures again.",
+            f"{remedy}another --run-dir, for a sweep of its own, which measures again.",
         ]
     if is_sweep and only_prices(refused):
         again = command_line("plan", str(run.root), "--set", "KEY=VALUE")
@@ -322,6 +314,23 @@ def _other_inputs(
     elif not run.has_results() and (left := _jobs_left(run)):
         lines.append(_in_the_way(run, left))
     return "\n".join(lines)
+
+
+def _of_file(kind: str, refused: Changes, run: RunDirectory) -> tuple[str, str]:
+    """Say in which file inputs differ, and the remedy up to another run directory."""
+    another = back = ""
+    if ("name",) in refused:
+        back = f", and add --run-dir {shlex.quote(str(run.root))}"
+    elif kind == "sweep":
+        another = "another name in it, or "
+    remedy = "Set them back in your file (or in this copy, if it was edited)"
+    return f" than your {kind} file (or --set) has", f"{remedy}{back}; or use {another}"
+
+
+def _without_cluster(run: RunDirectory) -> tuple[str, str]:
+    """Say the same where no cluster file is given."""
+    remedy = f"Add --cluster {shlex.quote(str(run.cluster_file))}; or use "
+    return ", and no cluster is given", remedy
 
 
 def _when_free(run: RunDirectory) -> str:

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tula_hpc.command_errors import ending_at_once
+from tula_hpc.command_errors import add_overrides, ending_at_once
 from tula_hpc.env import slurm_conf
 from tula_hpc.errors import InputError, NotConfiguredError, RunDirectoryError, TrialError
-from tula_hpc.files import in_words
+from tula_hpc.files import in_words, is_there
 
 if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec, SweepSpec
@@ -40,15 +40,7 @@ def add_input_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run-dir", type=Path, metavar="RUN", help="where results go (default: runs/NAME)"
     )
-    parser.add_argument(
-        "--set",
-        type=_assignment,
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="override a key of the sweep; cluster.KEY=VALUE for a key of the cluster, and "
-        "cluster.partitions.NAME.KEY=VALUE for one of a partition; repeatable",
-    )
+    add_overrides(parser)
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -74,12 +66,6 @@ def _add_detaching(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="carry on here with a detached sweep, and cancel its controller jobs",
     )
-
-
-def _assignment(text: str) -> str:
-    if "=" not in text:
-        raise argparse.ArgumentTypeError(f"expected section.key=value in one word, got {text!r}")
-    return text
 
 
 @ending_at_once()
@@ -282,7 +268,7 @@ def run_root(options: argparse.Namespace, spec: SweepSpec) -> Path:
     run = RunDirectory(root)
     run.check_name()
     try:
-        root.exists()
+        is_there(root)
     except OSError as error:
         # a folder above it may not be searched
         message = f"cannot be reached: {in_words(error)}; use another --run-dir"

@@ -19,7 +19,15 @@ from typing import Any, NamedTuple
 
 from tula_hpc.env import unix_time
 from tula_hpc.errors import RunDirectoryError, StorageError
-from tula_hpc.files import foreign_link, in_words, make_private, mistrust, refusal_of_open
+from tula_hpc.files import (
+    foreign_link,
+    in_words,
+    is_there,
+    make_private,
+    mistrust,
+    not_a_run,
+    refusal_of_open,
+)
 from tula_hpc.formatting import command_line
 from tula_hpc.records.events import MAIN_LABEL, Event, EventName, JobAccount, JobNote, RunHistory
 from tula_hpc.records.measurement import (
@@ -190,6 +198,17 @@ class RunDirectory:
         except OSError as error:
             where = error.filename or self.root
             raise RunDirectoryError(f"cannot be read: {in_words(error)}", source=where) from None
+
+    def require(self) -> None:
+        """Check that there is a run, of which parts may be missing.
+
+        Raises:
+            RunDirectoryError: The directory does not exist, holds no run, or cannot be read.
+        """
+        with self.reading():
+            parts = (self.sweep_file, self.events_file, self.plan_file)
+            if not any(map(is_there, parts)) and not any(self.profile.glob("*.jsonl")):
+                raise RunDirectoryError(not_a_run(self.root), source=self.root)
 
     def check_name(self) -> None:
         """Refuse a path that job scripts would change: Slurm and submitit replace %j and the like.

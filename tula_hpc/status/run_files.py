@@ -15,12 +15,11 @@ from typing import NamedTuple, TypeVar
 
 from tula_hpc.config import ClusterSpec, SweepSpec, load_frozen_cluster, load_frozen_sweep
 from tula_hpc.env import unix_time
-from tula_hpc.errors import InputError, RunDirectoryError
+from tula_hpc.errors import InputError
 from tula_hpc.files import (
     MEASUREMENTS_GONE,
     PLAN_WITHOUT_MEASUREMENTS,
     has_no_room,
-    not_a_run,
     open_regular,
 )
 from tula_hpc.launch.diagnosis import informative_line, read_logs
@@ -121,9 +120,8 @@ def read_facts(run: RunDirectory) -> Facts:
     Raises:
         RunDirectoryError: The directory does not exist, holds no run, or cannot be read.
     """
+    run.require()
     with run.reading():
-        if not run.sweep_file.exists() and not run.events_file.exists():
-            raise RunDirectoryError(not_a_run(run.root), source=run.root)
         return _read(run)
 
 

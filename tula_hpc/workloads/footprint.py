@@ -36,7 +36,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from tula_hpc.command_errors import CommandParser, exit_code_of
+from tula_hpc.command_errors import CommandParser, add_overrides, exit_code_of
 from tula_hpc.config import (
     GIB,
     ClusterSpec,
@@ -311,14 +311,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cluster", type=Path, metavar="CLUSTER.toml", help="device and memory limit"
     )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="override a key of the sweep; cluster.KEY=VALUE for a key of the cluster, and "
-        "cluster.partitions.NAME.KEY=VALUE for one of a partition; repeatable",
-    )
+    add_overrides(parser)
     parser.add_argument(
         "--partition",
         default="",
