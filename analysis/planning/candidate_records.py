@@ -24,7 +24,8 @@ SHORT_REASONS = {
     Why.BUDGET: "over the budget",
     Why.BATCH: "batch too large",
 }
-# ends of intervals above this multiple of the limit are not told, as they may have no end at all
+# Ends of intervals above this multiple of the limit are named as "beyond" it: the interval may have
+# no upper end.
 MOST_TOLD = 10.0
 ALSO_ON_TOP = " and more while the gradient scale is updated and a checkpoint is written"
 
@@ -138,7 +139,7 @@ def _wall_parts_s(row: CandidateTable, part: Partition) -> dict[str, float]:
 def _describe_why(row: CandidateTable, part: Partition) -> str:
     match Why(int(row.why)):
         case Why.SAMPLES:
-            return f"global batch exceeds the {part.summary.dataset_samples:,} training samples"
+            return _too_few_samples(row, part)
         case Why.OUT_OF_MEMORY:
             return part.summary.oom_reason
         case Why.MEMORY:
@@ -151,14 +152,21 @@ def _describe_why(row: CandidateTable, part: Partition) -> str:
             return SHORT_REASONS[why]
 
 
+def _too_few_samples(row: CandidateTable, part: Partition) -> str:
+    samples = f"the {part.summary.dataset_samples:,} training samples"
+    if row.global_batch > part.summary.dataset_samples:
+        return f"global batch exceeds {samples}"
+    return f"its batches are larger than asked for and than {samples}: an epoch has no step"
+
+
 def _too_long(row: CandidateTable, part: Partition) -> str:
     work_s = float(row.train_time_s + row.evaluation_s + row.saving_s)
     needs = f"takes {format_duration(work_s)} besides its start and cannot be resumed"
     if part.resume is Resume.EPOCH:
         epoch_s = work_s * float(row.epoch_time_s / row.train_time_s)
         needs = (
-            f"takes {format_duration(epoch_s)} an epoch and is resumed from ends of epochs only, after "
-            f"a start of {format_duration(part.cluster.pricing.start_s)}"
+            f"takes {format_duration(epoch_s)} an epoch and is resumed from ends of epochs only, "
+            f"after a start of {format_duration(part.cluster.pricing.start_s)}"
         )
     return (
         f"{needs}, but a job of train_minutes = {part.cluster.train_minutes} is told to stop "

@@ -321,6 +321,10 @@ def test_an_epoch_without_a_full_batch_is_not_planned() -> None:
     assert plan.chosen.global_batch == 512
     for candidate in plan.candidates:
         assert candidate.feasible == (1.25 * candidate.global_batch <= 1200)
+        if not candidate.feasible:
+            is_larger = candidate.global_batch > 1200
+            words = "global batch exceeds the 1,200 training samples"
+            assert candidate.why == words if is_larger else candidate.why.endswith(": an epoch has no step")
     assert "leave out 47 % of the 1,200 samples" in "\n".join(plan.warnings)
 
 

@@ -21,6 +21,8 @@ from tula_hpc.gradients.noise_scale import CriticalBatch, NoiseReading
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import Configuration, Metrics, RunDirectory, TrainResult, read_metrics
 from tula_hpc.training import loop as trainer_module
+from tula_hpc.training.progress import Training
+from tula_hpc.training.training_log import TrainingLog
 
 ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 PERCEPTRON = "tests.examples.own_workload:perceptron"
@@ -128,10 +130,27 @@ def test_a_training_that_takes_no_step_in_float16_ends_as_diverged(
     run = RunDirectory(tmp_path / "run").create()
     run.train().root.mkdir()
     job = TrainJob(SweepSpec.model_validate(tables), ClusterSpec(), Configuration(1, 1, 16), run.root)
-    words = "gradients in float16 are not finite up to step 32, however small the loss scale, and no step is taken"
+    words = "at step 32 gradients in float16 are still not finite at the smallest useful loss scale, so that no step"
     if study is None:
         with pytest.raises(DivergedError, match=words):
             trainer_module.run_training(job, StopRequest())
     else:
         assert trainer_module.run_training(job, StopRequest()) == "finished"
         assert TrainResult.model_validate_json(run.train().result_file.read_bytes()).diverged
+
+
+def test_a_study_says_that_no_step_is_taken_if_only_another_worker_is_stuck(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0, which writes the result, takes its steps."""
+    monkeypatch.setattr(trainer_module, "join_job", lambda: ALONE)
+    monkeypatch.setattr(Training, "any", lambda training, mine: True)
+    monkeypatch.setattr(TrainingLog, "_refuse_samples", lambda *_: None)
+    workload = {"model": PERCEPTRON, "dataset": "digits", "loader_workers": 0, "samples": 128, "epochs": 1}
+    study = {"methods": ["lbt"], "batches": [16]}
+    spec = SweepSpec.model_validate({"name": "x", "workload": workload, "study": study})
+    run = RunDirectory(tmp_path / "run").create()
+    run.train().root.mkdir()
+    job = TrainJob(spec, ClusterSpec(), Configuration(1, 1, 16), run.root)
+    assert trainer_module.run_training(job, StopRequest()) == "finished"
+    assert any("gradients in float16 are still not finite" in event.detail for event in run.events())

@@ -29,8 +29,8 @@ from tula_hpc.user_code import seed_random_numbers
 from tula_hpc.workloads.optimizers import consolidate
 from tula_hpc.workloads.workload import autocast_on, build_workload, refuse_unused
 
-# Smallest normal number of float16. GradScaler halves the loss scale at each overflow, and gradients
-# that overflow at this scale do so at any.
+# Smallest normal number of float16. GradScaler halves the loss scale at each overflow; below this
+# scale ordinary losses lose their digits, so that no smaller one helps.
 LEAST_LOSS_SCALE = 2.0**-14
 
 
@@ -280,7 +280,7 @@ class Worker:
 
     @property
     def steps_are_skipped(self) -> bool:
-        """True if gradients are not finite at any loss scale, so that no step is taken.
+        """True if gradients are not finite at the smallest useful loss scale: no step is taken.
 
         Waits for the device.
         """

@@ -114,7 +114,8 @@ class Evaluator:
         try:
             return self.training.worker.score(inputs, targets)
         except (RuntimeError, MemoryError) as error:
-            # a step of so many samples needs more memory
+            # Training takes steps of this many samples, which need more memory: smaller parts would
+            # not help.
             if samples_in(targets) <= self.local_batch or out_of_memory(error) is None:
                 raise
         return None

@@ -104,6 +104,9 @@ class TrainingLog:
         stuck = training.worker.steps_are_skipped
         if self.hooks.has_diverged(math.nan if stuck else mean_loss):
             self._refuse_samples(began, window.steps)
+            if self.hooks.divergence_is_result:
+                # all workers come here, and rank 0, which writes the result, may not be stuck
+                stuck = training.any(stuck)
             raise DivergedError(_why_diverged(training.progress.step, stuck=stuck))
         lr = training.worker.optimizer.param_groups[0]["lr"]
         observer = training.worker.observer
@@ -140,8 +143,9 @@ class TrainingLog:
 def _why_diverged(step: int, *, stuck: bool) -> str:
     if stuck:
         return (
-            f"gradients in float16 are not finite up to step {step}, however small the loss scale, "
-            'and no step is taken; set workload.precision to "bf16" or "fp32", or lower workload.lr'
+            f"at step {step} gradients in float16 are still not finite at the smallest useful loss "
+            'scale, so that no step is taken; set workload.precision to "bf16" or "fp32", or lower '
+            "workload.lr"
         )
     remedy = "lower workload.lr or warm up longer, unless samples hold inf or nan"
     return f"the loss is not finite at step {step}; {remedy}"
