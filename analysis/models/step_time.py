@@ -219,9 +219,10 @@ class StepTimeModel:
         if self._fitted.law.additive:
             return np.zeros(len(rows.batch)), np.zeros(len(rows.batch))
         knots = self._fitted.law.knots
-        _, at_sizes = knots.weights(rows)
+        at_batches, at_sizes = knots.weights(rows)
         scale = (np.maximum(found.seconds, TINY_S) * self._fitted.noise / EFFECT_SPREAD) ** 2
-        of_batch = found.by_batch_effect**2 * (1.0 - knots.known_batches(rows)) / scale
+        unknown = 1.0 - knots.known_batches(rows.batch, at_batches)
+        of_batch = found.by_batch_effect**2 * unknown / scale
         by_size = np.hypot(found.by_size_effect, found.by_storage_effect)
         sizes = knots.sizes[:, 0]
         if len(np.unique(sizes[sizes > 1.0])) < 2:

@@ -164,17 +164,17 @@ class Knots(NamedTuple):
         distance = np.abs(position[:, None] - np.arange(count))
         return np.asarray(np.maximum(0.0, 1.0 - distance)), at_sizes
 
-    def known_batches(self, rows: Rows) -> Array:
+    def known_batches(self, batch: Array, at_batches: Array) -> Array:
         """Return the share of each batch's departure (n,) that those at the knots determine.
 
-        It is the sum of the squared weights. Beyond the measured batches, where a departure is that
-        of the last one, it falls to 0 within an octave: other batches may use other kernels.
+        It is the sum of the squared weights `at_batches`. Beyond the measured batches, where a
+        departure is that of the last one, it falls to 0 within an octave: other batches may use
+        other kernels.
         """
-        at_batches, _ = self.weights(rows)
         known: Array = np.sum(at_batches**2, axis=1)
         if not len(self.batches):
             return known
-        beyond = np.maximum(rows.batch / self.batches[-1], self.batches[0] / rows.batch)
+        beyond = np.maximum(batch / self.batches[-1], self.batches[0] / batch)
         return np.asarray(known * np.clip(1.0 - np.log2(beyond), 0.0, 1.0) ** 2)
 
 

@@ -60,7 +60,7 @@ from tula_hpc.formatting import (
     printable_output,
 )
 from tula_hpc.init.cluster_file import UNKNOWN, KeyLine
-from tula_hpc.init.script_options import read_options
+from tula_hpc.init.script_options import ScriptOptions, read_options
 from tula_hpc.init.sweep_file import (
     METRIC,
     asked_batch,
@@ -363,11 +363,15 @@ def _table(
     known = ParsedOptions(**result["options"])
     got = result["forward_batch"]
     arguments = with_placeholders(options.arguments, got, result["accumulation"], known)
-    arguments = _for_several_workers(arguments, result["accumulation"], options)
+    source = _read_source(arguments, options)
+    if source is not None:
+        arguments = with_shared_passes(source, arguments)
+        if result["accumulation"] == 1:
+            arguments = source.for_all_workers(arguments)
     table: dict[str, Any] = {key: options.script, "arguments": arguments}
     asked: dict[str, tuple[Any, str]] = {}
     if not any("batch}" in argument for argument in arguments):
-        asked["arguments"] = _asked_arguments(options, arguments, known, got, settings)
+        asked["arguments"] = _asked_arguments(source, arguments, known, got, settings)
     samples = result["samples"] or 0
     if samples >= max(1, got):
         table["samples"] = samples
@@ -400,18 +404,12 @@ def _table(
     }
 
 
-def _for_several_workers(
-    arguments: list[str], passes: int, options: argparse.Namespace
-) -> list[str]:
-    """Return arguments with placeholders for what workers share, as far as the source shows it."""
+def _read_source(arguments: Sequence[str], options: argparse.Namespace) -> ScriptOptions | None:
+    """Return the options in the script's source; None if it cannot be read here."""
     program = program_of(options.script) if options.is_module else Path(options.script)
-    # the source of a module may be unreadable here
     with contextlib.suppress(ValueError):
-        if program:
-            source = read_options(program, takes_keys=_gives_keys(arguments))
-            arguments = with_shared_passes(source, arguments)
-            return source.for_all_workers(arguments) if passes == 1 else arguments
-    return arguments
+        return read_options(program, takes_keys=_gives_keys(arguments)) if program else None
+    return None
 
 
 def _gives_keys(arguments: Sequence[str]) -> bool:
@@ -420,7 +418,11 @@ def _gives_keys(arguments: Sequence[str]) -> bool:
 
 
 def _asked_arguments(
-    options: argparse.Namespace, arguments: list[str], known: ParsedOptions, got: int, settings: str
+    source: ScriptOptions | None,
+    arguments: list[str],
+    known: ParsedOptions,
+    got: int,
+    settings: str,
 ) -> tuple[list[str], str]:
     """Return arguments that might carry the batch, which none of the run's is, and the reason."""
     words = (
@@ -429,12 +431,12 @@ def _asked_arguments(
     )
     if not got:
         words = "no tensor shows the batch: put {local_batch} into the argument that sets it"
-    elif not (options.arguments or known.names or _in_source(arguments, options)):
+    elif not (arguments or known.names or _in_source(source)):
         words = (
             f"the script was given no arguments and parses none: its batch, {got}, is set in its "
             "source or environment; give it an option for that"
         )
-    carrying = _with_batch(arguments, known, options)
+    carrying = _with_batch(arguments, known, source)
     if got and settings:
         place = Path(settings)
         carrying = [str(place.with_stem(f"{place.stem}-{{local_batch}}"))]
@@ -465,7 +467,7 @@ def _named_by(arguments: list[str], batch: int) -> list[str]:
 
 
 def _with_batch(
-    arguments: list[str], known: ParsedOptions, options: argparse.Namespace
+    arguments: list[str], known: ParsedOptions, source: ScriptOptions | None
 ) -> list[str]:
     """Return the arguments with {local_batch} in an option of the run, or else of the script."""
     for place, argument in enumerate(arguments):
@@ -476,19 +478,18 @@ def _with_batch(
     own = next((name for name in known.names.values() if "batch" in name), None)
     if own is not None:
         return [*arguments, *worded(own, "{local_batch}")]
-    if in_source := _in_source(arguments, options):
+    if in_source := _in_source(source):
         return [*arguments, *in_source]
     if _gives_keys(arguments):
         return [*arguments, "batch_size={local_batch}"]
     return [*arguments, "--batch-size", "{local_batch}"]
 
 
-def _in_source(arguments: Sequence[str], options: argparse.Namespace) -> list[str]:
+def _in_source(source: ScriptOptions | None) -> list[str]:
     """Return the words for {local_batch} by an option in the script's source; [] without one."""
-    if options.is_module:
+    if source is None or source.batch is None:
         return []
-    source = read_options(Path(options.script), takes_keys=_gives_keys(arguments))
-    return source.for_all_workers(source.batch.words("{local_batch}")) if source.batch else []
+    return source.for_all_workers(source.batch.words("{local_batch}"))
 
 
 def _sweep_file(

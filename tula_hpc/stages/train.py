@@ -302,6 +302,7 @@ def time_limit_advice(sweep: Sweep, label: str, failure: JobFailure) -> str:
     if is_in_vain:
         limit += f", of which signal_delay_s leaves {sweep.cluster.signal_delay_s} s for stopping"
     epochs = sweep.spec.workload.epochs
+    # metrics that cannot be read only leave the pace out of the advice
     metrics = MetricsReader(sweep.run.train(label).metrics_file).read()
     last = metrics.epochs[-1] if metrics.epochs else None
     left_s = training_left_s(metrics.steps, last, epochs)
@@ -336,8 +337,8 @@ def next_candidate(plan: Plan, run: RunDirectory, max_fallbacks: int) -> Candida
             return smaller
     smallest = min(m.local_batch for m in out)
     raise StageError(
-        f"train: out of memory at local batch {smallest}, and plan.json has no smaller fallback; use "
-        "nodes with more memory, or a smaller search.min_batch with another --run-dir"
+        f"train: out of memory at local batch {smallest}, and plan.json has no smaller fallback; "
+        "use nodes with more memory, or a smaller search.min_batch with another --run-dir"
     )
 
 
@@ -365,7 +366,7 @@ def _submit_training(sweep: Sweep, candidate: Candidate, tick: Callable[[JobsNow
     measured = measured_identity(sweep.run.measurements().records)
     place = (part.cluster, at, sweep.run.root, MAIN_LABEL, candidate.partition)
     attempts = sweep.run.history().attempts(MAIN_LABEL)
-    job = TrainJob(spec, *place, measured, attempts, sweep.started_at)
+    job = TrainJob(spec, *place, measured=measured, jobs_before=attempts, since=sweep.started_at)
     data: dict[str, object] = {"label": MAIN_LABEL, "configuration": list(at)}
     data["partition"] = candidate.partition
     if spec.workload.accumulates:
