@@ -57,9 +57,9 @@ def choose(
     "knee" takes the cheapest candidate within 3 % of the fastest with a global batch up to the knee
     of the fitted curves. If constraints leave none there, it takes the smallest batch beyond.
     "kneedle" has a knee of its own, in the search's range, and includes batches up to half an
-    octave beyond it. If there is no knee, it prefers, in this order: the smallest global batch within
-    10 % of the least expected time, the fewest nodes, the least time, the least cost. Both need
-    `curves`.
+    octave beyond it. If there is no knee, it prefers, in this order: the smallest global batch
+    within 10 % of the least expected time, the fewest nodes, the least time, the least cost. Both
+    need `curves`.
     """
     feasible = table.why == FEASIBLE
     if objective.has_knee:

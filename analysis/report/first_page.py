@@ -259,11 +259,11 @@ def _outcome(run: RunContents, training: Training, name: str) -> Iterator[str]:
         yield f"{name} has started; {done}."
         return
     time = f"{format_duration(result.train_time_s)}{_against_prediction(run, training)}"
-    end = "reported no score"
+    end = "has no score"
     if result.test_accuracy is not None or result.test_loss is not None:
         end = f"reached {format_score(result.test_accuracy, result.test_loss)}"
     method = f'training.method = "{result.method}"'
-    yield f"{name}'s steps took {time}; with {method} it {end}."
+    yield f"{name}'s steps took {time}; with {method} the model {end}."
     if run.plan and not _ended_as(run.plan.chosen, training, result):
         where = plural(result.nodes, "node") + of_partition_in_words(training.partition or "")
         batch = f"global batch {result.global_batch:,}"
@@ -335,7 +335,7 @@ def _half_the_batch(plan: Plan) -> Iterator[str]:
     is_named = any(other.candidate == best for other in alternatives(plan))
     if best is not None and best.wall_time_s > plan.chosen.wall_time_s and not is_named:
         yield (
-            f"Half the batch takes longer for as many epochs: {name_of(best)} is "
+            f"Half the batch takes longer for the same epochs: {name_of(best)} is "
             f"{against(best, plan.chosen)}."
         )
 

@@ -15,11 +15,12 @@ batch, deadline and budget rule out in every draw weigh nothing and are not meas
 
 The search ends when three things are true: the draws agree on the decision; the step times of the
 choice and of most candidates are known well enough; and the configuration that the plan would
-choose was measured itself. If that measurement contradicts its prediction, the search goes on and the refitted model
-decides again; the last of the `max_profiles` configurations are reserved for this. Then the
-choice's rival in time or cost is measured, the best candidate on another number of nodes: a law
-knows least how a step grows with the nodes. A choice stays unmeasured only if its profile would
-cost too much of the training (see `confirmation`) or cannot run, or if the last profile moved it.
+choose was measured itself. If that measurement contradicts its prediction, the search goes on and
+the refitted model decides again; the last of the `max_profiles` configurations are reserved for
+this. Then the choice's rival in time or cost is measured, the best candidate on another number of
+nodes: a law knows least how a step grows with the nodes. A choice stays unmeasured only if its
+profile would cost too much of the training (see `confirmation`) or cannot run, or if the last
+profile moved it.
 
 `propose.py` describes the whole course from candidates to a job.
 """

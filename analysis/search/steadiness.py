@@ -1,8 +1,8 @@
 """Steps that had not settled when their measurement ended, or changed while it lasted.
 
 Both are reported, with a remedy, only if they matter: one end of a configuration's measured range
-would change the choice, or the chosen configuration itself drifted. (A training's steps take as long
-as the last measured ones.) The plan's own code makes the choice, with refitted models.
+would change the choice, or the chosen configuration itself drifted. (A training's steps take as
+long as the last measured ones.) The plan's own code makes the choice, with refitted models.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def test_the_page_says_why_not_half_the_batch_where_it_is_slower(plan: Plan, tmp
         alone = {"candidates": [plan.chosen, other], "runners_up": [], "other_nodes": []}
         compared = plan.model_copy(update=alone)
         reasons = next(s for s in first_page(contents._replace(plan=compared)).sections if s.heading == "Why this one")
-        message = f"Half the batch takes longer for as many epochs: {name_of(other)} is 50 % slower and "
+        message = f"Half the batch takes longer for the same epochs: {name_of(other)} is 50 % slower and "
         assert any(text.startswith(message) for text in reasons.sentences) == is_said
         next_best = compared.model_copy(update={"runners_up": [other]})
         sections = first_page(contents._replace(plan=next_best)).sections
@@ -224,7 +224,7 @@ def test_a_training_whose_plan_is_lost_has_its_score_on_the_first_page(tmp_path:
     assert training.result is not None
     # a script without workload.metric has no score
     unscored = training._replace(result=training.result.model_copy(update={"test_accuracy": None}))
-    assert " it reported no score." in opening_text(contents._replace(trainings=[unscored]))
+    assert " the model has no score." in opening_text(contents._replace(trainings=[unscored]))
     assert first_page(contents).sections[-1].sentences[0].startswith("Make the plan again: ")
 
 

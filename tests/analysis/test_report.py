@@ -265,7 +265,7 @@ def test_the_page_is_well_formed_and_self_contained(finished: Written) -> None:
 def test_the_page_says_what_to_do_and_what_came_of_it(finished: Written) -> None:
     words = finished.page.words
     assert "Trained on 4 nodes with global batch 1,024 (256 samples for each of 4 workers)." in words
-    assert re.search(r"The training's steps took .*; with training.method = .ags. it reached ", words)
+    assert re.search(r"The training's steps took .*; with training.method = .ags. the model reached ", words)
     assert "64.5 % test accuracy" in words
     for heading in ("Figures", "How it was measured", "Models", "All candidates (21)", "sweep.toml", "Events (4)"):
         assert heading in words
@@ -623,7 +623,7 @@ def test_the_time_and_cost_of_the_training_are_stated_first_and_last(
     assert "The training took 2 h 30 min in all by Slurm's accounting, longer than the 90 % interval" in text
     assert text.index("Trained on 4 nodes") < text.index("The training took") < text.index("It cost ")
     assert "What it will take" not in [section.heading for section in first_page(read_run(run)).sections]
-    assert re.search(r"The training's steps took .*; with training.method = .ags. it reached ", text)
+    assert re.search(r"The training's steps took .*; with training.method = .ags. the model reached ", text)
     sweep = Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run)
     for until in ("train", "report"):
         carry_out(sweep, until)
@@ -642,7 +642,7 @@ def test_damaged_accounting_leaves_the_rest_of_the_report(tmp_path: Path) -> Non
     run.accounting_file.write_text("{")
     text = opening_text(read_run(run))
     assert text.startswith("Trained on 4 nodes"), "old results do not have starts"
-    assert re.search(r"The training's steps took .*; with training.method = .ags. it reached ", text)
+    assert re.search(r"The training's steps took .*; with training.method = .ags. the model reached ", text)
 
 
 def test_the_error_of_a_trained_configuration_is_that_of_its_training(ended: RunDirectory) -> None:

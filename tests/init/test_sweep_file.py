@@ -17,6 +17,7 @@ from tula_hpc.init.script_options import read_options
 from tula_hpc.init.sweep_file import (
     fill_in,
     required_arguments,
+    resume_lines,
     search_and_training,
     with_arguments,
     with_fitting_bounds,
@@ -492,7 +493,13 @@ def test_an_argument_that_cannot_be_given_twice_resumes_no_script(given: str, tm
 )
 def test_names_of_saved_files_may_be_formatted(saving: str, saved: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(saving)
-    assert read_options(tmp_path / "train.py").saved == saved
+    (tmp_path / "train.py").write_text(f'{saving}\np.add_argument("--resume", default="")')
+    found = read_options(tmp_path / "train.py")
+    assert found.saved == saved
+    comment = next(resume_lines(found)).comment
+    if saved:
+        what = "with the newest such file" if "*" in saved[0] else "if the file is there"
+        assert comment == f"appended after an interruption, {what}"
 
 
 def test_an_option_that_resumes_without_a_value_is_given_none(commands: Path, tmp_path: Path) -> None:

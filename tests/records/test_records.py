@@ -108,7 +108,7 @@ def test_a_link_in_place_of_a_file_of_records_is_not_followed(tmp_path: Path) ->
     """A copy of another user's run may hold links to any file of this user's."""
     (tmp_path / "profile.sh").write_text("# mine\n")
     (tmp_path / "x.jsonl").symlink_to(tmp_path / "profile.sh")
-    with pytest.raises(StorageError, match=r"x\.jsonl: is a symbolic link; put"):
+    with pytest.raises(StorageError, match=r"x\.jsonl: is a symbolic link; replace it by"):
         append_record(tmp_path / "x.jsonl", oom(32))
     assert (tmp_path / "profile.sh").read_text() == "# mine\n"
 

@@ -19,8 +19,8 @@ from torch.nn import Parameter
 
 # levels of nested containers; the limit also ends the walk through a container that holds itself
 MAX_DEPTH = 64
-# Size of the pickle, with names, numbers, texts and shapes; it does not hold the tensors' bytes. The
-# random numbers of a script's workers are texts, of 65 MB for a thousand of them.
+# Size of the pickle, with names, numbers, texts and shapes; it does not hold the tensors' bytes.
+# The random numbers of a script's workers are texts, of 65 MB for a thousand of them.
 MAX_PICKLE_BYTES = 1024**3
 # Instructions of the pickle. A tensor and its name take some 25, so there is room for 160,000
 # tensors. The most expensive, one byte for an empty dictionary, takes 64 bytes of memory.
@@ -97,7 +97,7 @@ def _check_instructions(pickled: bytes) -> None:
 
 
 def instructions_of(value: Any) -> int:
-    """Return the most instructions that a value takes in a pickle, without those of values in it."""
+    """Return the most instructions that a value takes in a pickle, without values inside it."""
     if isinstance(value, Tensor):
         # 22, and those of its shape and strides
         count = 28 + 2 * value.dim()

@@ -109,8 +109,8 @@ def with_controller(preview: Preview, spec: SweepSpec, cluster: ClusterSpec, roo
         there.launcher, "controller, N=1, 1 task", stage=CONTROL, nodes=1, minutes=minutes, tasks=1
     )
     words = (
-        f"detached: when these jobs are over, a controller job of at most {minutes} min on one core "
-        "submits the next ones; a second one waits in case it is killed"
+        f"detached: when these jobs are over, a controller job of at most {minutes} min on one "
+        "core submits the next ones; a second one waits in case it is killed"
     )
     return Preview([*preview.words, words], [*preview.scripts, *scripts])
 

@@ -170,8 +170,11 @@ def resume_lines(options: ScriptOptions) -> Iterator[KeyLine]:
     elif not resume.takes_value:
         yield KeyLine("resume_arguments", resume.words(""), "appended after an interruption")
     elif len(options.saved) == 1:
-        is_file = "." in options.saved[0]
-        comment = f"appended after an interruption{', if the file is there' if is_file else ''}"
+        comment = "appended after an interruption"
+        if "*" in options.saved[0]:
+            comment += ", with the newest such file"
+        elif "." in options.saved[0]:
+            comment += ", if the file is there"
         yield KeyLine("resume_arguments", resume.words(options.saved[0]), comment)
     else:
         comment = f"the checkpoint that the script saves: {UNKNOWN}"

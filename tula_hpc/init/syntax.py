@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-# name of a file, in no folder that is computed, as that may be anywhere
+# name of a file, perhaps with *; not below a folder whose first part is computed
 _FILE = re.compile(r"[\w./-][\w./*-]*\.[a-z]+")
 
 

@@ -508,8 +508,8 @@ class RunHistory:
     def times_continued(self, label: str, job_id: str, since: float, asked: EventName) -> int:
         """Count how often a training has gone on by itself, up to the present job.
 
-        That is by jobs after the first one that was submitted since this Unix time, and by requeues
-        for which these jobs asked. Slurm's own requeues do not count.
+        Counted are this command's jobs for the training, without the first, and the requeues that
+        they asked for. Requeues by Slurm itself do not count.
 
         Args:
             label: Name of the training.

@@ -326,7 +326,7 @@ class MetricsReader:
         self._next_at = 0.0
 
     def read(self) -> Metrics:
-        """Return the metrics, at most some moments old."""
+        """Return the metrics; those of a large file may be older, see `PAUSE_TIMES`."""
         started = time.monotonic()
         if started < self._next_at:
             return self.last

@@ -347,7 +347,7 @@ def _unwritten(path: Path, error: OSError) -> StorageError:
     if isinstance(error, FileNotFoundError) and not path.parent.exists():
         return folder_gone(path.parent)
     if error.errno == errno.ELOOP:
-        return StorageError(f"{path}: is a symbolic link; put a file of the run in its place")
+        return StorageError(f"{path}: is a symbolic link; replace it by the file that it leads to")
     return StorageError(f"{path}: cannot be written: {in_words(error)}")
 
 

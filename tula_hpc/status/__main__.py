@@ -37,9 +37,9 @@ ACCOUNTING_TIMEOUT_S = 8.0
 LOGS = 20
 
 EXIT_CODES = """\
-exit codes: 0 finished, or still going on; 1 something failed for good, or waits until somebody acts; 2 bad
-input, or RUN cannot be read; 3 nothing goes on by itself: run the same command again; 4 unknown, as the
-scheduler could not be asked.
+exit codes: 0 finished, or still going on; 1 something failed for good, or waits until somebody
+acts; 2 bad input, or RUN cannot be read; 3 nothing goes on by itself: run the same command again;
+4 unknown, as the scheduler could not be asked.
 --json prints the same as one JSON object; RunStatus in tula_hpc/status/run_status.py describes its keys.
 """
 
