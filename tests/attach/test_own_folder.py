@@ -14,7 +14,14 @@ import torch
 
 from tests.forked import start_workers
 from tula_hpc.attach import own_folder as folders
-from tula_hpc.attach.own_folder import Saved, last_saved_in, own_folder, places_saved_in, spare_files
+from tula_hpc.attach.own_folder import (
+    Saved,
+    last_saved_in,
+    names_saved_in,
+    own_folder,
+    places_saved_in,
+    spare_files,
+)
 from tula_hpc.own_sources import named_above
 from tula_hpc.records import RunDirectory
 
@@ -141,7 +148,7 @@ def write_over(_: int, own: Path) -> None:
     for name, mode, text in (("log.txt", "a", "more\n"), ("notes/run.csv", "w", "new")):
         with Path(name).open(mode) as file:
             file.write(text)
-    torch.save({"step": 1}, "out/last.pt")
+    torch.save(obj={"step": 1}, f="out/last.pt")
     safetensors.torch.save_file({"x": torch.ones(1)}, "out/best.safetensors")
     Path("out/old.pt").unlink()
     os.truncate("out/cut", 3)
@@ -158,8 +165,14 @@ def save_elsewhere(_: int, own: Path) -> None:
     os.chdir(own)
     steps = iter((3, 3, 5))
     spare_files(own, lambda: Saved(at=time.time(), step=next(steps), samples_seen=0, epoch=0, offset=0))
+    own.parent.with_name("fetched.part").touch()
+    own.parent.with_name("fetched.part").rename(own.parent.with_name("fetched.pt"))
+    assert last_saved_in(own) is None
     for name in ("of-any-name", "another", "of-any-name"):
         torch.save({}, own.parent.with_name(name))
+    own.parent.with_name("another").rename(own.parent.with_name("last.pt"))
+    own.parent.with_name("best.pt").symlink_to("last.pt")
+    own.parent.with_name("of-any-name").rename(own.parent.with_name("log.txt"))
 
 
 def test_a_save_of_a_script_is_noted_wherever_it_was(tmp_path: Path) -> None:
@@ -167,8 +180,9 @@ def test_a_save_of_a_script_is_noted_wherever_it_was(tmp_path: Path) -> None:
     own = own_folder(tmp_path / "own" / "work", tmp_path / "home")
     assert last_saved_in(own) is None
     start_workers(1, save_elsewhere, own)
-    assert last_saved_in(own) == pytest.approx((tmp_path / "of-any-name").stat().st_mtime, abs=5.0)
+    assert last_saved_in(own) == pytest.approx((tmp_path / "log.txt").stat().st_mtime, abs=5.0)
     assert [place.step for place in places_saved_in(own)] == [3, 5]
+    assert names_saved_in(own) == {"of-any-name", "another", "last.pt", "best.pt"}
 
 
 def test_overwritten_files_stay_in_the_scripts_folder(home: Path, tmp_path: Path) -> None:

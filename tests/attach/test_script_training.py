@@ -319,6 +319,8 @@ def test_a_script_that_cannot_resume_begins_anew_the_next_time(tmp_path: Path) -
         (["gone/last.pt"], False, False),
         (["own.pt"], True, True),
         (["below.pt"], True, True),
+        # saved in a folder that the script knows itself
+        (["elsewhere.pt"], True, True),
         # the script has saved under another name
         (["other.pt"], False, False),
         (["latest.pt"], True, True),
@@ -347,6 +349,7 @@ def test_a_users_file_from_before_the_training_does_not_count_as_saved(
     (work / "saved").mkdir()
     (work / "saved" / "below.pt").touch()
     (work / "latest.pt").symlink_to("own.pt")
+    append_record(work.with_name("saved.jsonl"), {"name": "elsewhere.pt"})
     resuming = [argument for name in named for argument in ("--file", name.replace("{folder}", str(tmp_path)))]
     sweep = SweepSpec.model_validate({"name": "x", "workload": {**OWN, "resume_arguments": resuming}})
     job = TrainJob(sweep, CLUSTER, Configuration(1, 2, 8), run.root)
@@ -359,6 +362,16 @@ def test_a_users_file_from_before_the_training_does_not_count_as_saved(
     run.events_file.unlink()
     how, _ = _look_for_saved(Start(), job, work, is_first=False)
     assert how.startswith("goes on") == without_events
+
+
+@pytest.mark.parametrize(("noted", "how"), [("other.pt", "begins anew"), ("", "goes on")])
+def test_a_save_without_a_name_may_be_the_wanted_one(tmp_path: Path, noted: str, how: str) -> None:
+    run, work = begun(tmp_path)
+    append_record(work.with_name("saved.jsonl"), {"name": noted})
+    sweep = SweepSpec.model_validate({"name": "x", "workload": {**OWN, "resume_arguments": ["--file", "last.pt"]}})
+    job = TrainJob(sweep, CLUSTER, Configuration(1, 2, 8), run.root)
+    found, _ = _look_for_saved(Start(), job, work, is_first=False)
+    assert found.startswith(how)
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,10 @@ MOST_BYTES = 2**30
 OF_WEIGHTS = (".pt", ".pth", ".ckpt", ".tar", ".bin", ".safetensors", ".pkl", ".distcp")
 # file beside a script's folder with a line for each time that the script saves, wherever it does
 SAVED = "saved.jsonl"
-# functions that open a file without Python's `open`; the file is their second argument
-WRITERS = (("torch", "save"), ("safetensors.torch", "save_file"))
+# functions that open a file without Python's `open`; the file is their second argument, so called
+WRITERS = (("torch", "save", "f"), ("safetensors.torch", "save_file", "filename"))
+# audit events by which a file gets a further name, their second argument
+RENAMING = ("os.rename", "os.link", "os.symlink")
 
 
 class Saved(Record):
@@ -48,6 +50,13 @@ class Saved(Record):
     # epochs completed, and samples seen of the current one
     epoch: int
     offset: int
+
+
+class SavedAs(Record):
+    """Name of a file in which a script has saved, in any folder."""
+
+    # "": unknown, as of a stream that a library uploads
+    name: str
 
 
 def own_folder(path: Path, home: Path, above: Iterable[str] = ()) -> Path:
@@ -90,6 +99,15 @@ def places_saved_in(folder: Path) -> list[Saved]:
     for line in lines_of(folder.with_name(SAVED)):
         with contextlib.suppress(ValueError):
             found.append(parse_record(Saved, line))
+    return found
+
+
+def names_saved_in(folder: Path) -> set[str]:
+    """Return the names that a script in this folder has given to its files of weights anywhere."""
+    found = set()
+    for line in lines_of(folder.with_name(SAVED)):
+        with contextlib.suppress(ValueError):
+            found.add(parse_record(SavedAs, line).name)
     return found
 
 
@@ -161,10 +179,10 @@ def spare_files(folder: Path, place: Callable[[], Saved | None]) -> None:
     """
     sparing = _Sparing(folder, place)
     sys.addaudithook(sparing)
-    for module, name in WRITERS:
+    for module, name, argument in WRITERS:
         with contextlib.suppress(ImportError):
             library = importlib.import_module(module)
-            setattr(library, name, sparing.around(getattr(library, name)))
+            setattr(library, name, sparing.around(getattr(library, name), argument))
 
 
 class _Sparing:
@@ -175,34 +193,49 @@ class _Sparing:
         self._saved = folder.with_name(SAVED)
         self._place = place
         self._noted: int | None = None
+        self._names = set[str]()
 
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":
             path, _, flags = arguments
             if isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR):
                 self.spare(path, is_read=not flags & os.O_TRUNC)
-                if isinstance(path, str | os.PathLike) and os.fspath(path).endswith(OF_WEIGHTS):
-                    self._note_saved()
+                if _name_of(path).endswith(OF_WEIGHTS):
+                    self._note_saved(path)
         elif event in ("os.truncate", "sqlite3.connect"):
             self.spare(arguments[0], is_read=True)
+        elif event in RENAMING and self._names:
+            # before it has saved anything, the script renames only files that it fetches
+            name = _name_of(arguments[1])
+            if name.endswith(OF_WEIGHTS):
+                self._note_name(name)
 
-    def around(self, write: Any) -> Any:
+    def around(self, write: Any, argument: str) -> Any:
         @functools.wraps(write)
-        def spared(content: Any, file: Any, *rest: Any, **named: Any) -> Any:
+        def spared(*given: Any, **named: Any) -> Any:
+            file = given[1] if len(given) > 1 else named.get(argument)
             self.spare(file, is_read=False)
-            self._note_saved()
-            return write(content, file, *rest, **named)
+            self._note_saved(file)
+            return write(*given, **named)
 
         return spared
 
-    def _note_saved(self) -> None:
+    def _note_saved(self, file: Any) -> None:
         place = self._place()
         with contextlib.suppress(OSError, StorageError):
             if place is None or place.step == self._noted:
                 self._saved.touch()
-                return
-            append_record(self._saved, place, durable=False)
-            self._noted = place.step
+            else:
+                append_record(self._saved, place, durable=False)
+                self._noted = place.step
+        self._note_name(_name_of(file))
+
+    def _note_name(self, name: str) -> None:
+        # ValueError: the name is no Unicode text
+        with contextlib.suppress(OSError, StorageError, ValueError):
+            if name not in self._names:
+                append_record(self._saved, SavedAs(name=name), durable=False)
+                self._names.add(name)
 
     def spare(self, file: Any, *, is_read: bool) -> None:
         """Put a file of the script's own in the place of a link to one of the user's files.
@@ -230,3 +263,9 @@ class _Sparing:
 
     def _is_inside(self, path: Path) -> bool:
         return path.resolve().is_relative_to(self._folder)
+
+
+def _name_of(file: Any) -> str:
+    """Return the name of a path or of an open file, without its folder; "": it has none."""
+    path = file if isinstance(file, str | bytes | os.PathLike) else getattr(file, "name", "")
+    return Path(os.fsdecode(path)).name if isinstance(path, str | bytes | os.PathLike) else ""

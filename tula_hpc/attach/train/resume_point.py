@@ -12,7 +12,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from tula_hpc.attach.own_folder import OF_WEIGHTS, Saved, last_saved_in, newest_in, places_saved_in
+from tula_hpc.attach.own_folder import (
+    OF_WEIGHTS,
+    Saved,
+    last_saved_in,
+    names_saved_in,
+    newest_in,
+    places_saved_in,
+)
 from tula_hpc.attach.script import filled, values_of
 from tula_hpc.checkpoint.safe_points import Progress
 from tula_hpc.launch.job_specs import TrainJob
@@ -192,13 +199,16 @@ def _should_be_saved(file: Path, name: str, work: Path) -> bool:
 
 
 def _is_lacking(name: str, work: Path) -> bool:
-    """Tell whether a script that saves in its folder has saved no file of this name there.
+    """Tell whether a script has saved files of weights, but none of this name.
 
-    It may join the name to that of a folder which it knows itself.
+    It may join the name to that of a folder, inside or outside its own, which it knows itself.
     """
+    if not name.endswith(OF_WEIGHTS):
+        return False
     files = (each for each in work.rglob("*") if each.suffix in OF_WEIGHTS)
-    names = {each.name for each in files if not each.is_symlink()}
-    return name.endswith(OF_WEIGHTS) and bool(names) and name not in names
+    names = names_saved_in(work).union(each.name for each in files if not each.is_symlink())
+    # a file without a name may be the one
+    return bool(names) and names.isdisjoint({name, ""})
 
 
 def _place_of(work: Path, saved_at: float | None) -> Saved | None:
