@@ -57,7 +57,7 @@ def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, scri
         ("imports nothing", Failure.BAD_INPUT, "ModuleNotFoundError: No module named 'no_such_module' (misbehaving"),
         ("finds no data", Failure.BAD_INPUT, "; looked for from /"),
         ("saves to a full disk", Failure.NO_SPACE, "torch.save could not write all of it; make space on the disk"),
-        ("needs several workers", Failure.BAD_INPUT, "; it is a single worker here: if it needs several, complete the"),
+        ("needs several workers", Failure.BAD_INPUT, "; if it needs several workers, leave 1 out of search.cluster_si"),
         ("ends at once", Failure.BAD_INPUT, "misbehaving.py ended before its first optimizer step; expected optimi"),
         ("trains no module", Failure.BAD_INPUT, " trains by Adam only parameters that no torch.nn.Module has; have a"),
         (
@@ -116,6 +116,17 @@ def test_a_failure_is_one_line(how: str, failure: Failure, words: str, tmp_path:
     assert words in outcome.message.detail
     assert "\n" not in outcome.message.detail
     assert outcome.log in str(error_of(outcome, "workload.script"))
+
+
+def test_a_script_that_trains_no_module_for_a_while_is_told_so_once_it_ends(tmp_path: Path) -> None:
+    message = misbehave("trains no module for a while", tmp_path).message
+    assert ", only Adam; it trains by Adam only parameters that no torch.nn.Module has; have a" in message.detail
+
+
+def test_what_steps_before_the_model_exists_is_no_hindrance(tmp_path: Path) -> None:
+    outcome = misbehave("steps before its model", tmp_path)
+    assert measurement_of(outcome).parameters == 36
+    assert outcome.message.result["others"] == ["Adam", "SGD"]
 
 
 def test_a_method_that_is_called_past_the_wrapper_is_named(tmp_path: Path) -> None:

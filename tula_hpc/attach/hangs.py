@@ -53,8 +53,13 @@ class Place(Record):
     # whether the process is in a collective, or in a backward pass, which runs collectives
     is_collective: bool
 
+    @property
+    def code(self) -> str:
+        """Return the line itself; "" if it cannot be read."""
+        return linecache.getline(str(self.file), self.line).strip()
+
     def __str__(self) -> str:
-        code = linecache.getline(str(self.file), self.line).strip()
+        code = self.code
         shown = code if len(code) <= SHOWN else f"{code[: SHOWN - 3]}..."
         where = f"{self.file.name}:{self.line}"
         return f"{where}, `{shown}`" if shown else where

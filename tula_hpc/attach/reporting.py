@@ -322,9 +322,12 @@ class Mode(Listener):
 
     def _as_one(self, error: BaseException) -> str:
         """Return what to do if a script refuses to run as a single worker, after a semicolon."""
-        words = f"{error} {place_of(error)}"
+        place = place_of(error)
+        words = f"{error} {place.code if place else ''}"
         if self.spec.world_size > 1 or self.steps or not _OF_WORKERS.search(words):
             return ""
+        if self.spec.mode != "look":
+            return "; if it needs several workers, leave 1 out of search.cluster_sizes"
         return (
             "; it is a single worker here: if it needs several, complete the sweep file of "
             "tula init --script without tula attach, and leave 1 out of search.cluster_sizes"

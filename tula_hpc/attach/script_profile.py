@@ -31,7 +31,7 @@ from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc.attach import was_kept, watch_epochs
-from tula_hpc.attach.hooks.find_model import methods_of, model_of
+from tula_hpc.attach.hooks.find_model import methods_of, model_of, why_unheld
 from tula_hpc.attach.hooks.step_times import between_epochs_s
 from tula_hpc.attach.measured_steps import MeasuredSteps
 from tula_hpc.attach.reporting import (
@@ -167,11 +167,13 @@ class ScriptProfile(MeasuredSteps):
         if steps == 0 and self.not_counted:
             only = ", ".join(self._others())
             when = f": no optimizer of the model that counts took a step, only {only}"
+            why = "" if self.spec.counted_model else why_unheld(self.not_counted[-1])
+            remedy = f"it {why}" if why else ""
         elif steps == 0:
             when = " before its first optimizer step"
             remedy = (
-                "expected optimizer.step() of one of torch.optim after each batch, not in a process "
-                "that it starts, and no file of an earlier training from which it goes on"
+                "expected optimizer.step() of one of torch.optim after each batch, not in a "
+                "process that it starts, and no file of an earlier training from which it goes on"
             )
         else:
             when = f" after {plural(steps, 'optimizer step')}, before it was measured"
@@ -253,8 +255,8 @@ class ScriptProfile(MeasuredSteps):
         if self.settings.accumulation is not None and self.step_passes.grow:
             first, *_, last = self.step_passes
             raise InputError(
-                f"{self.spec.program.name} takes more and more forward passes for a step, {first} at "
-                f"first and then {last}; set it to the final number, which a profile waits for",
+                f"{self.spec.program.name} takes more and more forward passes for a step, {first} "
+                f"at first and then {last}; set it to the final number, which a profile waits for",
                 key="workload.accumulation",
             )
         self._check_batch(is_last=True)
@@ -278,16 +280,16 @@ class ScriptProfile(MeasuredSteps):
             world = self.env.world_size
             remedy = remedy_of_passes(passes, parts, batch, asked, world, other=other)
             raise self._refusal(
-                f"{name} takes {plural(passes, 'forward pass')} for an optimizer step, not {parts}; "
-                f"{remedy}",
+                f"{name} takes {plural(passes, 'forward pass')} for an optimizer step, not "
+                f"{parts}; {remedy}",
                 "workload.accumulation",
             )
         batches = max(self.step_batches, key=self.step_batches.__getitem__, default=0)
         if other and batches > passes:
             raise InputError(
-                f"{name} takes {batches} batches of its loader for a step of {self._model_name()}, which "
-                f"gets {passes}: if {other} is trained on each of them, so that its steps are those "
-                f"that count, {to_count}"
+                f"{name} takes {batches} batches of its loader for a step of "
+                f"{self._model_name()}, which gets {passes}: if {other} is trained on each of "
+                f"them, so that its steps are those that count, {to_count}"
             )
         if asked is None:
             self.configuration = self.configuration._replace(local_batch=max(1, batch) * passes)
@@ -316,8 +318,8 @@ class ScriptProfile(MeasuredSteps):
                 "differ can only be planned if their mean is what was asked for"
             )
         raise self._refusal(
-            f"asked for {plural(asked, 'sample')} a forward pass, {self._model_name()} got {batch}: "
-            f"{remedy}",
+            f"asked for {plural(asked, 'sample')} a forward pass, {self._model_name()} got "
+            f"{batch}: {remedy}",
             "workload.arguments",
         )
 

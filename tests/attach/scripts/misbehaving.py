@@ -257,13 +257,22 @@ def keeps_models_in_a_dict() -> None:
         optimizer.step()
 
 
-def trains_no_module() -> None:
+def trains_no_module(steps: int = 10**6) -> None:
     """Train parameters that no module holds, such as the points of a 3-D scene."""
     points = nn.Parameter(torch.randn(BATCH, 8))
     optimizer = torch.optim.Adam([points])
-    while True:
+    for _ in range(steps):
         torch.autograd.backward(points.square().mean())
         optimizer.step()
+
+
+def steps_before_its_model() -> None:
+    """Train a few tensors, and draw a schedule with an optimizer of its own, before the model is made."""
+    trains_no_module(steps=5)
+    drawing = torch.optim.SGD([torch.zeros(1)])
+    for _ in range(300):
+        drawing.step()
+    train()
 
 
 def has_two_optimizers() -> None:
@@ -533,6 +542,8 @@ WAYS: dict[str, Callable[[], object]] = {
     "divides its batch": lambda: train(batch=BATCH // WORLD),
     "keeps models in a dict": keeps_models_in_a_dict,
     "trains no module": trains_no_module,
+    "trains no module for a while": lambda: trains_no_module(steps=5),
+    "steps before its model": steps_before_its_model,
     "has two optimizers": has_two_optimizers,
     "has partners": has_partners,
     "catches": catches,

@@ -106,6 +106,12 @@ class Source:
     # what the iterator says of its present pass over the data; None: not asked yet
     loader_pass: LoaderPass | None = None
 
+    def pass_of(self, loader: object) -> LoaderPass:
+        """Return what the iterator, `loader`, says of its present pass over the data."""
+        if self.loader_pass is None:
+            self.loader_pass = LoaderPass(loader)
+        return self.loader_pass
+
     @property
     def is_gone(self) -> bool:
         """True once the iterator no longer exists, as after an evaluation."""
@@ -295,7 +301,8 @@ class Forwards:
 class BackwardPasses:
     """Counts backward passes, and detects parameters that change though no optimizer has stepped.
 
-    A backward pass within another one, as of activation checkpoints, is a part of it.
+    A backward pass within another one, as of activation checkpoints, is a part of it: torch may run
+    it in a thread of its own. So, of passes that overlap in several threads, only the last counts.
 
     At such a change it calls `refuse` with the words that follow the script's name in the message.
     """

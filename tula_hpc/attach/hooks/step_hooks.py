@@ -135,9 +135,9 @@ class Hooks:
         starters = ("torch.multiprocessing", "torch.multiprocessing.spawn")
         starting = [sys.modules[name] for name in starters]
         why = (
-            "starts workers of its own (torch.multiprocessing.spawn); here each worker is a process "
-            "already, as under torchrun: call the function that trains without spawn, with RANK, "
-            "LOCAL_RANK and WORLD_SIZE from the environment"
+            "starts workers of its own (torch.multiprocessing.spawn); here each worker is a "
+            "process already, as under torchrun: call the function that trains without spawn, with "
+            "RANK, LOCAL_RANK and WORLD_SIZE from the environment"
         )
         before(starting, "start_processes", partial(self.listener.refuse, why))
         before((dist, dist.distributed_c10d), "init_process_group", self.listener.meets)
@@ -261,7 +261,7 @@ class Hooks:
         if len(both) > 1:
             # batches of several loaders joined, as of labelled and many more unlabelled items
             return min(both)
-        # a class of its own; a first dimension of views, nodes, sequences; or one sample, as in vmap
+        # a class of its own; a first dimension of views, nodes, sequences; one sample, as in vmap
         is_one = given > 0 and isinstance(first, Tensor) and is_functorch_wrapped_tensor(first)
         is_hidden = not samples or is_one or 0 < sum(unused) < samples
         # a script may also mix several batches and cut them anew, into those that were asked for
@@ -292,9 +292,7 @@ class Hooks:
         """Return what that iterator says of its present pass over the data; None: no iterator."""
         source = self._loader or self._last
         loader = source.loader()
-        if loader is not None and source.loader_pass is None:
-            source.loader_pass = LoaderPass(loader)
-        return None if loader is None else source.loader_pass
+        return None if loader is None else source.loader_pass or source.pass_of(loader)
 
     def next_batch(self, loader: object, batch: object) -> None:
         """Note a batch that a loader gives out."""
@@ -307,10 +305,9 @@ class Hooks:
             self._keeps_batches = True
         if source.loader() is not loader:
             source = self._last = self._sources.of(loader)
-        if source.loader_pass is None:
-            source.loader_pass = LoaderPass(loader)
         count = getattr(loader, "_num_yielded", 0)
-        items = source.loader_pass.items_in(batch, count) or samples_in(batch)
+        known = source.loader_pass or source.pass_of(loader)
+        items = known.items_in(batch, count) or samples_in(batch)
         self._is_evaluated = False
         source.items = items
         self._given.pop(source.key, None)
@@ -362,8 +359,8 @@ class Hooks:
     def _end_passes(self, calls: int) -> None:
         if calls > 1:
             why = (
-                f"has an optimizer, {type(self.optimizer).__name__}, that calls its closure several "
-                "times in a step; expected an optimizer that calls it once, as SGD or AdamW do"
+                f"has an optimizer, {type(self.optimizer).__name__}, that calls its closure "
+                "several times in a step; expected one that calls it once, as SGD or AdamW do"
             )
             self.listener.refuse(why)
         forwards = self._forwards
@@ -439,7 +436,9 @@ class Hooks:
             self._leave_untrained(self.model)
         if not isinstance(self.model, DistributedDataParallel):
             found = self._modules_of(owned)
-            if not found and self.counted is None and (why := why_unheld(optimizer)):
+            # a script may train a few tensors before its model exists
+            is_long = self.counted is None and self.further_steps >= MOST_AWAITED
+            if not found and is_long and (why := why_unheld(optimizer)):
                 self.listener.refuse(why)
             if not found or self._awaits_larger(found[0], owned):
                 return
