@@ -163,14 +163,33 @@ def test_an_interrupt_ends_the_script_and_says_so(tmp_path: Path) -> None:
     assert (tmp_path / "output").read_text().endswith(message)
 
 
+@pytest.mark.parametrize("option", [["--into", "train.toml"], ["--into=train.toml"]])
 def test_an_option_behind_the_script_is_recognized_when_the_script_refuses_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
     monkeypatch.setattr("tula_hpc.attach.__main__._look", lambda *_: InputError("unrecognized arguments: --into"))
-    assert main(["train.py", "--into", "train.toml"]) == 1
-    assert capsys.readouterr().err.endswith("--into went to the script: write it before train.py\n")
+    assert main(["train.py", *option]) == 1
+    advice = "--into stands after train.py and went to it: write it before train.py\n"
+    assert capsys.readouterr().err.endswith(advice)
+    # one of the script's own
+    Path("train.toml").write_text('[workload]\nscript = "train.py"')
+    assert main(["--into", "train.toml", "train.py", *option]) == 1
+    assert advice not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "is_advised"),
+    [("train.py", "assert world_size > 1", True), ("world_size_utils.py", "raise KeyError", False)],
+)
+def test_a_script_for_several_workers_is_recognized_by_its_code(
+    tmp_path: Path, name: str, line: str, is_advised: bool
+) -> None:
+    (tmp_path / name).write_text(f"world_size = 1\n{line}\n")
+    done = look(tmp_path, name)
+    assert done.returncode == 1
+    assert ("complete the sweep file of tula init --script without" in done.stderr) == is_advised
 
 
 @pytest.mark.parametrize(

@@ -145,8 +145,12 @@ def _run(options: argparse.Namespace) -> int:
     result = _look(Script(script, module, tuple(options.arguments)), counted, options, folder)
     if isinstance(result, TulaError):
         sys.stderr.write(f"{result}\n")
-        if "--into" in options.arguments:
-            sys.stderr.write(f"--into went to the script: write it before {options.script}\n")
+        given = {argument.partition("=")[0] for argument in options.arguments}
+        if options.into is None and "--into" in given:
+            sys.stderr.write(
+                f"--into stands after {options.script} and went to it: write it before "
+                f"{options.script}\n"
+            )
         return 1
     shutil.rmtree(folder, ignore_errors=True)
     names = ParsedOptions(**result["options"]).names
