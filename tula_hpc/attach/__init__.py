@@ -52,7 +52,7 @@ def was_kept() -> bool:
 
 
 def kept_things() -> dict[str, Any]:
-    """Return the objects that the script keeps, by name; none where a framework keeps everything."""
+    """Return the objects that the script keeps, by name; none where a framework keeps all."""
     return {} if _kept is None or _is_framework else _kept
 
 

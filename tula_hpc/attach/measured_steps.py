@@ -282,9 +282,9 @@ class MeasuredSteps(Mode):
         """Return the error for workers that do not train together."""
         return InputError(
             f"{self.spec.program.name} does not wrap {model}, the first model that an optimizer "
-            f"trains, in DistributedDataParallel, without which {self.env.world_size} workers train "
-            "apart: call init_process_group, then DistributedDataParallel(model), where WORLD_SIZE "
-            "is above 1; other ways to exchange gradients are not measured"
+            f"trains, in DistributedDataParallel, without which {self.env.world_size} workers "
+            "train apart: call init_process_group, then DistributedDataParallel(model), where "
+            "WORLD_SIZE is above 1; other ways to exchange gradients are not measured"
         )
 
     def begins_anew(self) -> None:
@@ -377,16 +377,16 @@ class MeasuredSteps(Mode):
         self.waits.device = self.device
         if self.device.type != self.expected_device:
             raise InputError(
-                f"{name} trains on {self.device.type}, but {self.expected_device} is to be measured; move "
-                f'the model there, or set device = "{self.device.type}" in the cluster file (tula '
-                f"attach: --device {self.device.type})"
+                f"{name} trains on {self.device.type}, but {self.expected_device} is to be "
+                f'measured; move the model there, or set device = "{self.device.type}" in the '
+                f"cluster file (tula attach: --device {self.device.type})"
             )
         if world > 1 and not isinstance(model, DistributedDataParallel):
             raise self.unwrapped(name_of(model))
         if world > 1 and dist.get_world_size() != world:
             raise InputError(
-                f"{name} made a process group of {dist.get_world_size()} workers; expected {world}, "
-                "as in WORLD_SIZE"
+                f"{name} made a process group of {dist.get_world_size()} workers; expected "
+                f"{world}, as in WORLD_SIZE"
             )
         self._peers = ScriptPeers(world, PROFILE_COLLECTIVE_TIMEOUT)
         self._peers.device = self.device

@@ -387,7 +387,8 @@ def _of_call(texts: list[str], given: dict[str, ast.expr], constants: dict[str, 
 def _made(tree: ast.Module) -> Iterator[Option]:
     """Yield the parameters and fields from which a call or a decorator makes options."""
     # absl's `app.run` gives its function the arguments that are left, and makes no options of it
-    making = _MAKERS - {"run" for name in imported_by(tree) if name.startswith("absl")}
+    is_absl = any(name.startswith("absl") for name in imported_by(tree))
+    making = _MAKERS - {"run"} if is_absl else _MAKERS
     makers: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and last_name(node.func) in making:
@@ -442,7 +443,6 @@ def _parameters(given: ast.arguments, constants: dict[str, Any]) -> Iterator[Opt
 
 def _of_name(name: str, value: ast.expr | None, constants: dict[str, Any]) -> Option:
     """Return the option of a parameter or field, whose default may be wrapped in a call."""
-    names = [_written(name)]
     flag = f"--{name.replace('_', '-')}"
     is_required = value is None
     if isinstance(value, ast.Call):
@@ -453,7 +453,7 @@ def _of_name(name: str, value: ast.expr | None, constants: dict[str, Any]) -> Op
         value = keywords.get("default", value.args[0] if value.args else None)
         is_required = isinstance(value, ast.Constant) and value.value is ...
     default = value_of(value, constants)
-    return Option(flag, tuple(names), default, not isinstance(default, bool), is_required)
+    return Option(flag, (_written(name),), default, not isinstance(default, bool), is_required)
 
 
 def _takes_keys(tree: ast.Module) -> bool:

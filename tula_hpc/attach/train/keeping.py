@@ -93,7 +93,7 @@ class Keeper(SafePoints):
         """Keep objects, and give them the states of the checkpoint, if there is one.
 
         Raises:
-            InputError: An object has no state, the checkpoint lacks its state, or epochs have begun.
+            InputError: An object has no state, the checkpoint lacks it, or epochs have begun.
         """
         if self.has_begun:
             raise InputError("call it before the loop over tula.epochs", source="tula.keep")
@@ -134,8 +134,8 @@ class Keeper(SafePoints):
         states = loaded.state["kept"]
         if name not in states:
             raise InputError(
-                f"{loaded.path} has states of {', '.join(states)}, but none of {name}; use the name "
-                "as before, or delete the checkpoints to begin anew",
+                f"{loaded.path} has states of {', '.join(states)}, but none of {name}; use the "
+                "name as before, or delete the checkpoints to begin anew",
                 source=f"tula.keep({name}=…)",
             )
         try:

@@ -401,7 +401,7 @@ class LoaderHistory:
         self.before = Counter(self.starts)
 
     def load_from(self, loader: object, workers: int) -> None:
-        """Note the loader that comes next; accelerate's may load a batch for each worker at once."""
+        """Note the loader that comes next; accelerate's may load each worker's batch at once."""
         self.parts = workers if getattr(loader, "split_batches", None) is False else 1
         self._inner = getattr(loader, "flattened", ())
         self._begun = {}

@@ -118,7 +118,7 @@ def require_state(name: str, kept: Any) -> None:
 
 
 def state_of(kept: Any) -> Any:
-    """Return the state of a kept object; a sharded optimizer's is gathered on rank 0. Collective."""
+    """Return a kept object's state; a sharded optimizer's is gathered on rank 0. Collective."""
     if isinstance(kept, torch.optim.Optimizer):
         consolidate(kept)
     return _plain(kept.state_dict())
