@@ -179,6 +179,16 @@ def test_an_option_behind_the_script_is_recognized_when_the_script_refuses_it(
     assert advice not in capsys.readouterr().err
 
 
+def test_a_module_whose_source_cannot_be_read_gets_its_sweep_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("of_another_python.py").write_text("print 1")
+    monkeypatch.setattr("tula_hpc.attach.__main__._look", lambda *_: seen_of())
+    assert main(["-m", "of_another_python", "--batch-size", "7"]) == 0
+    assert 'arguments = ["--batch-size", "{local_batch}"]' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("name", "line", "is_advised"),
     [("train.py", "assert world_size > 1", True), ("world_size_utils.py", "raise KeyError", False)],

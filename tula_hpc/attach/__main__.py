@@ -155,7 +155,8 @@ def _run(options: argparse.Namespace) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     names = ParsedOptions(**result["options"]).names
     settings = _settings_alone(options.arguments, names)
-    table, unknown = _table(options, result, settings)
+    source = _read_source(options)
+    table, unknown = _table(options, result, settings, source)
     completed = ""
     if options.into is not None:
         used = [names.get(argument, argument) for argument in options.arguments]
@@ -189,7 +190,7 @@ def _run(options: argparse.Namespace) -> int:
             f"# Sweep of {options.script}, as one worker ran it here. Fill in what is {UNKNOWN!r}.",
             *(f"# {line}" for line in _observations(result)),
             "",
-            *_sweep_file(result, table, unknown),
+            *_sweep_file(result, table, unknown, source),
         ]
     write_out("\n".join(lines) + "\n")
     return 0
@@ -357,7 +358,10 @@ def _observations(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _table(
-    options: argparse.Namespace, result: dict[str, Any], settings: str
+    options: argparse.Namespace,
+    result: dict[str, Any],
+    settings: str,
+    source: ScriptOptions | None,
 ) -> tuple[dict[str, Any], dict[str, KeyLine]]:
     """Return the table `[workload]` that would profile the script, and lines for missing keys.
 
@@ -367,7 +371,6 @@ def _table(
     known = ParsedOptions(**result["options"])
     got = result["forward_batch"]
     arguments = with_placeholders(options.arguments, got, result["accumulation"], known)
-    source = _read_source(arguments, options)
     if source is not None:
         arguments = with_shared_passes(source, arguments)
         if result["accumulation"] == 1:
@@ -408,11 +411,12 @@ def _table(
     }
 
 
-def _read_source(arguments: Sequence[str], options: argparse.Namespace) -> ScriptOptions | None:
+def _read_source(options: argparse.Namespace) -> ScriptOptions | None:
     """Return the options in the script's source; None if it cannot be read here."""
     program = program_of(options.script) if options.is_module else Path(options.script)
     with contextlib.suppress(ValueError):
-        return read_options(program, takes_keys=_gives_keys(arguments)) if program else None
+        takes_keys = _gives_keys(options.arguments)
+        return read_options(program, takes_keys=takes_keys) if program else None
     return None
 
 
@@ -497,7 +501,10 @@ def _in_source(source: ScriptOptions | None) -> list[str]:
 
 
 def _sweep_file(
-    result: dict[str, Any], table: dict[str, Any], unknown: dict[str, KeyLine]
+    result: dict[str, Any],
+    table: dict[str, Any],
+    unknown: dict[str, KeyLine],
+    source: ScriptOptions | None,
 ) -> Iterator[str]:
     """Yield the lines of a sweep file, valid once those that end with `unknown` are filled in."""
     if "module" in table:
@@ -513,10 +520,9 @@ def _sweep_file(
         if name not in unknown:
             yield line
     yield from (line.text() for line in unknown.values())
-    program = program_of(table["module"]) if "module" in table else Path(table["script"])
     # a state that is kept here needs no arguments, even if another file of the script keeps it
-    if program is not None and not result["measurement"].get("kept"):
-        yield from (line.text() for line in resume_lines(read_options(program)))
+    if source is not None and not result["measurement"].get("kept"):
+        yield from (line.text() for line in resume_lines(source))
     yield METRIC.text()
     yield ""
     cluster = ClusterSpec(device=result["device"])
