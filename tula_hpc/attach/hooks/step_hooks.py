@@ -291,8 +291,9 @@ class Hooks:
     def loader_pass(self) -> LoaderPass | None:
         """Return what that iterator says of its present pass over the data; None: no iterator."""
         source = self._loader or self._last
-        loader = source.loader()
-        return None if loader is None else source.loader_pass or source.pass_of(loader)
+        if (loader := source.loader()) is None:
+            return None
+        return source.loader_pass or source.pass_of(loader)
 
     def next_batch(self, loader: object, batch: object) -> None:
         """Note a batch that a loader gives out."""
