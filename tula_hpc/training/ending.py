@@ -140,7 +140,8 @@ def _restarts(training: LeavingTraining) -> int:
 
     A checkpoint's count has all restarts, also those of earlier commands and Slurm's own requeues.
     """
-    job, env = training.job, training.env
+    job = training.job
+    env = training.env
     try:
         history = RunDirectory(job.root).history()
     except RunDirectoryError:
