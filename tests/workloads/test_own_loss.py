@@ -528,7 +528,7 @@ def test_the_report_has_the_loss_where_there_is_no_accuracy(known_by_loss: RunDi
     made, measured = known_by_loss.read_plan(), known_by_loss.measurements().records
     table = summary_table(summary_rows(made, measured, result_of(known_by_loss)))
     assert (table.columns[-1], table.rows[0][-1], table.rows[1][-1]) == ("test loss", "-3.25", "–")
-    assert "it reached test loss -3.25." in opening_text(contents)
+    assert "the model reached test loss -3.25." in opening_text(contents)
     drawings = {name: drawn(contents, name) for name in ("training", "variability")}
     last = contents.trainings[0].metrics.epochs[-1].test_loss
     assert last is not None
