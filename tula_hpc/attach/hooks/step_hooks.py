@@ -293,7 +293,7 @@ class Hooks:
         source = self._loader or self._last
         if (loader := source.loader()) is None:
             return None
-        return source.pass_of(loader)
+        return source.loader_pass or source.pass_of(loader)
 
     def next_batch(self, loader: object, batch: object) -> None:
         """Note a batch that a loader gives out."""
@@ -307,7 +307,8 @@ class Hooks:
         if source.loader() is not loader:
             source = self._last = self._sources.of(loader)
         count = getattr(loader, "_num_yielded", 0)
-        items = source.pass_of(loader).items_in(batch, count) or samples_in(batch)
+        known = source.loader_pass or source.pass_of(loader)
+        items = known.items_in(batch, count) or samples_in(batch)
         self._is_evaluated = False
         source.items = items
         self._given.pop(source.key, None)
