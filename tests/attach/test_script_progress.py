@@ -94,6 +94,7 @@ class WatchedTraining:
         self.training.step_ends()
 
     def metrics(self) -> Metrics:
+        self.training.metrics.flush()
         return read_metrics(self.run.train().metrics_file)
 
 

@@ -2,12 +2,14 @@
 
     python -m tests.benchmarks.hooks_cost [--out tests/benchmarks/results/hooks_cost.json]
 
-One process with one thread trains a compact network by a plain loop over torch's DataLoader. Blocks of ten steps come
-in pairs, in changing order: one with all hooks of `attach`, reporting to a `ScriptTraining` that writes its usual line,
-and one with unchanged torch. Single steps do not take turns, because the hooks' code would leave the processor's caches
-in between, unlike in any training.
+A process with one thread trains a compact network by a plain loop over torch's DataLoader. Blocks of ten steps come
+in pairs, in changing order: one with all hooks of `attach`, reporting to a `ScriptTraining` that writes its usual
+lines, and one with unchanged torch. Single steps do not take turns, because the hooks' code would leave the processor's
+caches in between, unlike in any training. Neighbours on the host and the place of code in memory change the ratio of a
+single process by half a percent, so several processes measure one after another on each of the two cores.
 
-- ratio: quartiles of the ratios of a pair's blocks; the limit of 1 % is on their median.
+- ratio: quartiles of the ratios of a pair's blocks, over all processes; the limit of 1 % is on their median.
+- error: standard error of that median, by the medians of the processes.
 - cost_s: median of the additional time of a watched step.
 - batches: the smaller the batch, the larger the hooks' share of a step.
 - ags: two workers with one thread each scale gradients by AGS. The ratio is that of a plain loop with the hooks over a
@@ -23,6 +25,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -53,14 +56,15 @@ from tula_hpc.training.metrics_writer import MetricsWriter, StepWindow
 from tula_hpc.workloads.small_cnns import compact_cnn
 
 RESULT = Path(__file__).parent / "results" / "hooks_cost.json"
-# pairs of blocks by local batch
-CASES = {8: 600, 64: 30}
+# by local batch: processes on each core, and their pairs of blocks
+CASES = {8: (8, 100), 16: (6, 60), 64: (6, 10)}
+CORES = 2
 BLOCK = LOG_STEPS = 10
 WARM_UP = 5
 SAMPLES, EDGE, CLASSES = 4096, 32, 10
 LIMIT = 0.01
 # the case with AGS
-WORKERS, AGS_BATCH, AGS_PAIRS = 2, 16, 200
+WORKERS, AGS_BATCH, AGS_PAIRS, AGS_PARTS = 2, 16, 200, 10
 AGS: dict[str, Any] = {
     "name": "hooks",
     "workload": {"module": "no.such", "arguments": ["{local_batch}"], "samples": 10**9, "epochs": 1},
@@ -84,9 +88,11 @@ class Watch:
             world_size=workers, settings=own_settings.model_dump(),
         )  # fmt: skip
         self.plain = dataloader._BaseDataLoaderIter.__next__
+        self.plain_backward = torch.autograd.backward
         self.training = ScriptTraining(spec)
         self.training.hooks.install()
         self.watched = dataloader._BaseDataLoaderIter.__next__
+        self.backward = torch.autograd.backward
         self.tables: list[Any] = [optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks]
         self.hooks = [dict(table) for table in self.tables]
 
@@ -98,6 +104,7 @@ class Watch:
     def put(self, *, on: bool) -> None:
         """Install all hooks, or remove them."""
         dataloader._BaseDataLoaderIter.__next__ = self.watched if on else self.plain  # type: ignore[method-assign]
+        vars(torch.autograd)["backward"] = self.backward if on else self.plain_backward
         for table, hooks in zip(self.tables, self.hooks, strict=True):
             table.clear()
             table.update(hooks if on else {})
@@ -129,13 +136,15 @@ def step(
     return time.perf_counter() - started
 
 
-def compare(folder: Path, batch: int, pairs: int) -> dict[str, Any]:
-    """Compare steps without hooks and with them."""
+def watch_some(core: int, folder: Path, batch: int, pairs: int) -> None:
+    """Write seconds per step of blocks in turn, (2, pairs): without hooks and with them."""
+    os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(SAMPLES, 3, EDGE, EDGE), torch.randint(CLASSES, (SAMPLES,)))
     model = compact_cnn(CLASSES, EDGE)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-    watch = Watch(folder, batch)
+    watch = Watch(folder, batch, core)
     batches = endless(DataLoader(data, batch, shuffle=True, drop_last=True))
     for _ in range(WARM_UP):
         step(batches, model, optimizer)
@@ -148,16 +157,31 @@ def compare(folder: Path, batch: int, pairs: int) -> dict[str, Any]:
     watch.put(on=False)
     # the hooks saw all watched steps, and none of the others
     assert watch.training.steps == WARM_UP + BLOCK * pairs
+    np.save(folder / f"{core}.npy", times)
+
+
+def compare(batch: int, processes: int, pairs: int) -> dict[str, Any]:
+    """Compare steps without hooks and with them, in several processes one after another on each core."""
+    times = []
+    for _ in range(processes):
+        with tempfile.TemporaryDirectory() as folder:
+            work = partial(watch_some, batch=batch, pairs=pairs)
+            start_workers(CORES, work, Path(folder))
+            times += [np.load(Path(folder) / f"{core}.npy") for core in range(CORES)]
     return compared(times)
 
 
-def compared(times: np.ndarray) -> dict[str, Any]:
-    """Summarize seconds per step of blocks, (2, pairs): first the baseline, then the way whose cost is measured."""
-    quartiles = np.quantile(times[1] / times[0], (0.25, 0.5, 0.75))
+def compared(times: list[np.ndarray]) -> dict[str, Any]:
+    """Summarize seconds per step of blocks, (2, pairs) of each process: the baseline, then the way with a cost."""
+    ratios = [each[1] / each[0] for each in times]
+    quartiles = np.quantile(np.concatenate(ratios), (0.25, 0.5, 0.75))
+    medians = [np.median(each) for each in ratios]
+    baseline, costly = np.concatenate(times, axis=1)
     return {
-        "step_time_s": float(np.median(times[0])),
-        "cost_s": float(np.median(times[1] - times[0])),
+        "step_time_s": float(np.median(baseline)),
+        "cost_s": float(np.median(costly - baseline)),
         "ratio": quartiles.round(4).tolist(),
+        "error": round(float(np.std(medians, ddof=1)) / len(medians) ** 0.5, 4),
         "within the limit": bool(quartiles[1] <= 1.0 + LIMIT),
     }
 
@@ -235,10 +259,11 @@ def main() -> None:
     out = parser.parse_args().out
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        # comes first, as its workers are forked
         start_workers(WORKERS, scale, Path(folder))
-        scaled = compared(np.mean([np.load(Path(folder) / f"{rank}.npy") for rank in range(WORKERS)], axis=0))
-        found = {batch: compare(Path(folder), batch, pairs) for batch, pairs in CASES.items()}
+        times = np.mean([np.load(Path(folder) / f"{rank}.npy") for rank in range(WORKERS)], axis=0)
+    # parts of the pairs take the place of processes
+    scaled = compared(np.split(times, AGS_PARTS, axis=1))
+    found = {batch: compare(batch, *counts) for batch, counts in CASES.items()}
     print(f"AGS by hooks over AGS in the loop: {scaled}")
     for batch, figures in found.items():
         print(f"batch {batch}: {figures}")

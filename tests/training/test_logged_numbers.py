@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import Tensor, nn
 
+from tula_hpc.attach.train.scores import SCORES
+from tula_hpc.checkpoint.safe_points import Progress
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp.stop_signals import StopRequest
@@ -19,8 +23,11 @@ from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import DivergedError
 from tula_hpc.gradients.noise_scale import CriticalBatch, NoiseReading
 from tula_hpc.launch.job_specs import TrainJob
+from tula_hpc.optim.observer import GradientObserver
 from tula_hpc.records import Configuration, Metrics, RunDirectory, TrainResult, read_metrics
 from tula_hpc.training import loop as trainer_module
+from tula_hpc.training import metrics_writer
+from tula_hpc.training.metrics_writer import MetricsWriter, StepWindow
 from tula_hpc.training.progress import Training
 from tula_hpc.training.training_log import TrainingLog
 
@@ -154,3 +161,29 @@ def test_a_study_says_that_no_step_is_taken_if_only_another_worker_is_stuck(
     job = TrainJob(spec, ClusterSpec(), Configuration(1, 1, 16), run.root)
     assert trainer_module.run_training(job, StopRequest()) == "finished"
     assert any("gradients in float16 are still not finite" in event.detail for event in run.events())
+
+
+def test_lines_of_short_steps_wait_for_each_other_a_second_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=10.0)
+    monkeypatch.setattr(metrics_writer, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    file = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(file, 1024, 8, 1)
+    progress = Progress()
+
+    def log(at: float) -> list[int]:
+        clock.now = at
+        progress.count_step(8)
+        window = StepWindow()
+        window.add(seconds=0.1)
+        writer.write_steps(progress, window, GradientObserver(), lr=0.1)
+        return [line.step for line in read_metrics(file).steps]
+
+    assert [log(at) for at in (10.0, 10.1, 10.9, 11.0, 11.1)] == [[1], [1], [1], [1, 2, 3, 4], [1, 2, 3, 4]]
+    writer.write_epoch(progress, 1, GradientObserver(), dict.fromkeys(SCORES))
+    # in the order of the training
+    assert [json.loads(line).get("step") for line in file.read_text().splitlines()] == [1, 2, 3, 4, 5, 5]
+    assert log(11.2)[-1] == 5
+    writer.close()
+    assert read_metrics(file).steps[-1].step == 6

@@ -241,33 +241,34 @@ def read_document(kind: type[R], path: Path) -> R:
         raise RunDirectoryError(f"is damaged: {_reason(error)}; {_ANEW}", source=path) from None
 
 
-def append_record(path: Path, record: BaseModel | dict[str, Any], *, durable: bool = True) -> None:
-    """Append one line with a single write, so that lines of several writers never mix.
+def append_record(path: Path, *records: BaseModel | dict[str, Any], durable: bool = True) -> None:
+    """Append a line for each record with a single write, so that lines of writers never mix.
 
-    With `durable` the line is on disk when this returns. Metrics do without: they are many, and
+    With `durable` the lines are on disk when this returns. Metrics do without: they are many, and
     each wait would delay a step.
 
     Raises:
-        StorageError: The line cannot be written; the file then ends as it did before.
+        StorageError: The lines cannot be written; the file then ends as it did before.
     """
-    text = (
+    lines = [
         record.model_dump_json()
         if isinstance(record, BaseModel)
         else json.dumps(record, allow_nan=False)
-    )
+        for record in records
+    ]
     try:
-        _append(path, text.encode() + b"\n", durable)
+        _append(path, "".join(f"{line}\n" for line in lines).encode(), durable)
     except OSError as error:
         raise _unwritten(path, error) from error
 
 
-def _append(path: Path, line: bytes, durable: bool) -> None:
+def _append(path: Path, lines: bytes, durable: bool) -> None:
     # never wait if the file is a pipe; a copy of another user's run may hold links to any file
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOFOLLOW
     descriptor = os.open(path, flags, 0o600)
     try:
         with _locked(descriptor) if durable else contextlib.nullcontext():
-            _write_whole(descriptor, _newline_if_torn(descriptor) + line)
+            _write_whole(descriptor, _newline_if_torn(descriptor) + lines)
             if durable:
                 os.fsync(descriptor)
     finally:

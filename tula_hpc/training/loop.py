@@ -82,6 +82,7 @@ class Trainer:
             return self._finish(NO_EVALUATION, str(error))
         finally:
             self.checkpoints.close()
+            self.log.metrics.close()
 
     def _train_or_leave(self) -> str:
         with contextlib.suppress(EvaluationStopped):

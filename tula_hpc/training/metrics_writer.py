@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -23,11 +24,14 @@ from torch import Tensor
 
 from tula_hpc.checkpoint.safe_points import Progress
 from tula_hpc.env import unix_time
+from tula_hpc.errors import StorageError
 from tula_hpc.gradients.noise_scale import CriticalBatch
 from tula_hpc.optim.observer import GradientObserver
 from tula_hpc.records import EpochMetrics, StepMetrics, append_record
 from tula_hpc.records.metrics import parse_metrics
 
+# seconds that steps' lines wait for further ones, as each write would delay a short step
+GATHER_S = 1.0
 # lines at the end to look through: scores of earlier epochs may have been added after the last one
 MOST_ADDED = 16
 
@@ -70,6 +74,9 @@ class MetricsWriter:
         # time of a step and its wait for the loader, in the last line
         self._step_s = self._waited_s = 0.0
         self._last: EpochMetrics | None = None
+        # fields of the lines that are not written yet, and the time of the last write
+        self._gathered: list[dict[str, Any]] = []
+        self._wrote_at = -math.inf
 
     def write_steps(
         self,
@@ -80,7 +87,7 @@ class MetricsWriter:
         lr: float,
         loss: float | None = None,
     ) -> None:
-        """Write a line for the steps since the last one."""
+        """Add a line for the steps since the last one; lines are written once a second at most."""
         if self.file is None:
             return
         noise = readings.noise()
@@ -89,20 +96,36 @@ class MetricsWriter:
         if timed := window.steps - window.suspended:
             self._step_s = window.seconds / timed
             self._waited_s = window.waited_s / timed
-        line = StepMetrics(
-            step=progress.step,
-            samples_seen=progress.samples_seen,
-            epoch=progress.epoch + progress.epoch_share(self.samples, self.global_batch),
-            loss=loss,
-            lr=lr,
-            step_time_s=self._step_s,
+        line = {
+            "step": progress.step,
+            "samples_seen": progress.samples_seen,
+            "epoch": progress.epoch + progress.epoch_share(self.samples, self.global_batch),
+            "loss": loss,
+            "lr": lr,
+            "step_time_s": self._step_s,
             **{name: finite_or_none(value) for name, value in numbers.items()},
-            data_time_s=self._waited_s,
-            noise_scale=finite_or_none(noise.noise_scale),
-            noise_gradient_square=finite_or_none(noise.recent_square),
-            noise_trace=finite_or_none(noise.recent_trace),
-        )
-        append_record(self.file, line, durable=False)
+            "data_time_s": self._waited_s,
+            "noise_scale": finite_or_none(noise.noise_scale),
+            "noise_gradient_square": finite_or_none(noise.recent_square),
+            "noise_trace": finite_or_none(noise.recent_trace),
+        }
+        self._gathered.append(line)
+        if time.monotonic() >= self._wrote_at + GATHER_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write all lines so far, as before a checkpoint and at a training's end."""
+        if self._gathered:
+            lines = [StepMetrics(**line) for line in self._gathered]
+            self._gathered.clear()
+            append_record(cast("Path", self.file), *lines, durable=False)
+            self._wrote_at = time.monotonic()
+
+    def close(self) -> None:
+        """Write all lines so far, however the training has ended."""
+        # a full disk must not hide the error that has ended it
+        with contextlib.suppress(StorageError):
+            self.flush()
 
     def write_epoch(
         self,
@@ -118,6 +141,7 @@ class MetricsWriter:
         """
         if self.file is None:
             return
+        self.flush()
         if self._last is not None and self._last.epoch == epoch:
             critical_batch = self._last.critical_batch
             ended_at = self._last.ended_at

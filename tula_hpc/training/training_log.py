@@ -78,13 +78,16 @@ class TrainingLog:
         self.epoch_loss += loss
         self.window.add(loss=loss)
         interval = self.training.job.sweep.training.log_interval_steps
-        if self.training.progress.step % interval == 0 or self.training.epoch_ends:
+        if self.training.epoch_ends:
+            self.flush()
+        elif self.training.progress.step % interval == 0:
             self.write_steps()
 
     def flush(self) -> None:
-        """Write a line for the steps since the last one, if there are any."""
+        """Write a line for the steps since the last one, and all lines that wait to be written."""
         if self.window.steps:
             self.write_steps()
+        self.metrics.flush()
 
     def write_steps(self) -> None:
         """Write a line for the steps since the last one. Nothing else waits for the device.

@@ -127,14 +127,16 @@ def around_next(note: Callable[[object, object], None], listener: Any) -> None:
     kind = dataloader._BaseDataLoaderIter
     original = kind.__next__
     clock = time.perf_counter
+    wanted = listener.batch_wanted
+    loaded = listener.batch_loaded
 
     @wraps(original)
     def following(self: Any) -> Any:
-        listener.batch_wanted()
+        wanted()
         started = clock()
         batch = original(self)
         note(self, batch)
-        listener.batch_loaded(self, clock() - started)
+        loaded(self, clock() - started)
         return batch
 
     kind.__next__ = following  # type: ignore[method-assign] # to note each batch

@@ -250,7 +250,7 @@ class Hooks:
         """Return the samples of a forward pass by its arguments; 0 where these do not show them."""
         first = args[0] if args else kwargs
         given = self._last.items
-        is_batch = isinstance(first, Tensor) and first.dim() > 0 and first.shape[0] == given > 0
+        is_batch = isinstance(first, Tensor) and first.dim() > 0 and first.size(0) == given > 0
         if is_batch or (isinstance(first, list | tuple) and len(first) == given):
             return given
         samples = samples_in(first) or samples_in((args, kwargs))

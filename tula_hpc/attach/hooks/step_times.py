@@ -9,11 +9,10 @@ well: a policy that plays, a checkpoint, or an evaluation of which no pass is se
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from tula_hpc.profiling.timing import device_mark
 LONG_GAP = 8
 # long gaps that come after fewer steps than this are a part of the steps
 RARE = 16
-# last steps whose mean a gap is compared with
+# weight of a step in the mean that a gap is compared with: a 32nd, once there are as many steps
 RECENT = 32
 
 
@@ -50,16 +49,17 @@ class LongGaps:
     """
 
     def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=RECENT)
-        # steps since the last long gap
+        self._mean_s = 0.0
+        # steps so far, and those before the last long gap
         self._steps = 0
+        self._steps_before = 0
         # when the device had done the last step's work; None: on a CPU
         self._done: torch.cuda.Event | None = None
 
     def step_ends(self, seconds: float, device: torch.device) -> None:
         """Note a step of so many seconds of the host's, the gap before it included."""
-        self._recent.append(seconds)
-        self._steps += 1
+        steps = self._steps = self._steps + 1
+        self._mean_s += (seconds - self._mean_s) / (RECENT if steps > RECENT else steps)
         if device.type == "cuda":
             self._done = device_mark(device)
 
@@ -68,15 +68,15 @@ class LongGaps:
 
         `gap_s` has the host's seconds since the last step, without waits for batches.
         """
-        if len(self._recent) < FEW_STEPS:
+        least_s = LONG_GAP * self._mean_s
+        if gap_s < least_s or self._steps < FEW_STEPS:
             return 0.0
-        least_s = LONG_GAP * fmean(self._recent)
-        if gap_s >= least_s and self._done is not None:
+        if self._done is not None:
             gap_s = min(gap_s, _idle_s(self._done, device))
-        if gap_s < least_s:
-            return 0.0
-        is_rare = self._steps >= RARE
-        self._steps = 0
+            if gap_s < least_s:
+                return 0.0
+        is_rare = self._steps - self._steps_before >= RARE
+        self._steps_before = self._steps
         return gap_s if is_rare else 0.0
 
 

@@ -120,9 +120,8 @@ class Keeper(SafePoints):
             return loaded
         if self.spec.rank == 0:
             detail = f"begins anew: the framework saved at a global batch of {before}, now {now}"
-            began_at = self.settings.job_began_at
-            data = {"step": 0, "samples_seen": 0, "epoch": 0, "began_at": began_at}
-            self.steps.log_event("resumed", detail, data)
+            place = {"step": 0, "samples_seen": 0, "epoch": 0}
+            self.log_event("resumed", detail, {**place, "began_at": self.settings.job_began_at})
         return None
 
     def _keep_one(self, name: str, kept: Any) -> None:
@@ -364,7 +363,7 @@ class Keeper(SafePoints):
 
     def flush(self) -> None:
         """See `SafePoints`."""
-        self.steps.write_steps()
+        self.steps.flush()
 
     def pause(self) -> None:
         """See `SafePoints`."""
@@ -488,6 +487,7 @@ class KeptTraining(ScriptTraining):
     def fail(self, error: BaseException, so_far: dict[str, Any] | None = None) -> NoReturn:
         """See `Mode`."""
         self.keeper.close()
+        self.metrics.close()
         super().fail(error, so_far or self.end_message("stopped").result)
 
     def circumstances(self) -> str:

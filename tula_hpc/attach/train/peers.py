@@ -77,13 +77,11 @@ class ScriptPeers:
 
     def synchronize_device(self) -> None:
         """Wait for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
 
 
-def synchronize(model: nn.Module | None) -> None:
-    """Wait for the device of a script's model; needs no `ScriptPeers`."""
-    device = device_of(model)
+def synchronize(device: torch.device) -> None:
+    """Wait for a device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

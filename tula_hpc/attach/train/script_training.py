@@ -161,7 +161,7 @@ class ScriptTraining(Mode):
         """See `Mode`."""
         if not self.is_kept:
             self.end_open_epoch()
-        self.write_steps()
+        self.flush()
         if code == 0 and self._times.stepped_at is not None:
             self._count_pause(time.perf_counter() - self._times.stepped_at)
         return self.end_message("exited", code)
@@ -180,7 +180,7 @@ class ScriptTraining(Mode):
 
     def leave_stopped(self) -> NoReturn:
         """End this process, as all workers have agreed."""
-        self.write_steps()
+        self.flush()
         self.say(self.end_message("stopped"))
         leave(0)
 
@@ -272,15 +272,12 @@ class ScriptTraining(Mode):
         elif not self.is_open and self.steps:
             # the optimizer has stepped twice
             return
-        if self.steps:
-            self.steps += 1
-        else:
-            self.count_step()
+        self.count_step()
         self._count_progress()
         is_last = self.progress.epoch_ends(*self._epoch)
         is_logged = is_last or self.progress.step % self._log_steps == 0
         if is_logged:
-            synchronize(self.hooks.inner_model)
+            synchronize(self._times.device)
         self._count_time(time.perf_counter())
         self.is_open = False
         if is_logged:
@@ -345,8 +342,6 @@ class ScriptTraining(Mode):
         times = self._times
         is_timed = times.stepped_at is not None
         waited_s = times.end(now)
-        if now > self.sign_due:
-            self.give_sign()
         if self._apart.is_noted:
             self._apart.step_ends()
         # a step with a suspension says nothing about the time of steps
@@ -435,6 +430,11 @@ class ScriptTraining(Mode):
             optimizer = self.hooks.optimizer
             lr = float(optimizer.param_groups[0]["lr"]) if optimizer is not None else 0.0
             self.metrics.write_steps(self.progress, window, self._readings, lr=lr)
+
+    def flush(self) -> None:
+        """Write a line for the steps since the last one, and all lines that wait to be written."""
+        self.write_steps()
+        self.metrics.flush()
 
     @property
     def _readings(self) -> GradientObserver:
