@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -128,21 +128,17 @@ class TensorBoard(_Run):
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self.close()
-        run = position.run or self._new_run()
-        self.writer = EventFileWriter(str(self._folder / run))
+        folder = self.files.root / "tensorboard"
+        run = position.run
+        if not run:
+            there = len(list(folder.glob("*")))
+            run = f"metrics-{there + 1}" if there else "metrics"
+        self.writer = EventFileWriter(str(folder / run))
         start = SessionLog(status=SessionLog.START)
         self.writer.add_event(
             Event(wall_time=time.time(), step=position.step + 1, session_log=start)
         )
         return position.model_copy(update={"run": run})
-
-    @property
-    def _folder(self) -> Path:
-        return self.files.root / "tensorboard"
-
-    def _new_run(self) -> str:
-        there = len(list(self._folder.glob("*"))) if self._folder.exists() else 0
-        return "metrics" if not there else f"metrics-{there + 1}"
 
     def write(self, points: Sequence[NewMetrics], position: Position) -> None:
         """Write a scalar for each metric, and flush."""
@@ -218,29 +214,23 @@ class MLflow(_Run):
         self.run = position.run
         if self.run:
             self.client.update_run(self.run, status="RUNNING")
-            return position.model_copy(
-                update={
-                    "step": max(self._steps(OF_STEPS), default=0),
-                    "epoch": int(max(self._values(OF_EPOCHS), default=0)),
-                    "told": self._passed_on(),
-                }
-            )
+            told = self._passed_on()
+            step = max(self._steps(OF_STEPS), default=0)
+            changes = {"step": step, "epoch": max(told, default=0), "told": told}
+            return position.model_copy(update=changes)
         experiment = self.client.get_experiment_by_name(self.root.name)
         where = experiment.experiment_id if experiment else None
         where = where or self.client.create_experiment(self.root.name)
         self.run = self.client.create_run(where, run_name=self.label).info.run_id
         return position.model_copy(update={"run": self.run})
 
-    def _steps(self, name: str) -> Iterator[int]:
-        return (each.step for each in self.client.get_metric_history(self.run, name))
-
-    def _values(self, name: str) -> Iterator[float]:
-        return (each.value for each in self.client.get_metric_history(self.run, name))
+    def _steps(self, name: str) -> set[int]:
+        return {each.step for each in self.client.get_metric_history(self.run, name)}
 
     def _passed_on(self) -> dict[int, tuple[str, ...]]:
         """Return the names of the metrics of the last epochs."""
         names = [name for name in self.client.get_run(self.run).data.metrics if "epoch/" in name]
-        steps = {name: set(self._steps(name)) for name in names}
+        steps = {name: self._steps(name) for name in names}
         ends = self.client.get_metric_history(self.run, OF_EPOCHS)
         last = sorted((int(each.value), each.step) for each in ends)[-LATE_EPOCHS:]
         return {epoch: tuple(n for n in names if step in steps[n]) for epoch, step in last}
