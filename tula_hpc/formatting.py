@@ -17,7 +17,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -321,6 +321,14 @@ def listed(names: Sequence[str]) -> str:
     """Return for example "a, b and c"; "" for none."""
     *others, last = names or ("",)
     return f"{', '.join(others)} and {last}" if others else last
+
+
+def aligned(
+    rows: Sequence[Sequence[str]], justify: Callable[[str, int], str] = str.ljust
+) -> list[str]:
+    """Return rows of cells as lines of text with aligned columns."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return ["  ".join(map(justify, row, widths)).rstrip() for row in rows]
 
 
 def in_short(names: Sequence[str], most: int = 3) -> str:

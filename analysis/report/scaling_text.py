@@ -6,23 +6,22 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tula_hpc.analysis.node_scaling import (
-    Basis,
-    NodeScaling,
-    ScalingCurve,
-    describe_left_out,
-    listed_sizes,
-)
+from tula_hpc.analysis import node_scaling
+from tula_hpc.analysis.node_scaling import Basis, NodeScaling, ScalingCurve
 from tula_hpc.analysis.report.tables import TextTable, latex_escaped
-from tula_hpc.formatting import HOUR_S, MINUTE_S, UNKNOWN, format_number, plural, printable
+from tula_hpc.formatting import (
+    HOUR_S,
+    MINUTE_S,
+    UNKNOWN,
+    aligned,
+    format_number,
+    plural,
+    printable,
+)
 from tula_hpc.records import Interval
 
 # mark of an extrapolated N in texts that have no column for the basis
 EXTRAPOLATED_MARK = "*"
-# spaces between two columns of plain text
-GAP = "  "
-
-
 # seconds per unit that a column of times may have, ascending
 UNITS = {"ms": 1e-3, "s": 1.0, "min": MINUTE_S, "h": HOUR_S}
 
@@ -38,10 +37,7 @@ class ScalingSection(NamedTuple):
 
 
 def scaling_sections(scaling: NodeScaling) -> list[ScalingSection]:
-    """Return the page's section on each kind of scaling that could be predicted.
-
-    Sentences of the first section are not repeated in the second.
-    """
+    """Return a section on each kind of scaling that was predicted; none repeats a sentence."""
     sections = []
     shown: list[str] = []
     for curve in scaling.curves:
@@ -49,9 +45,8 @@ def scaling_sections(scaling: NodeScaling) -> list[ScalingSection]:
         text = " ".join(sentence for sentence in sentences if sentence not in shown)
         shown += sentences
         table = scaling_table(curve)
-        rows = []
-        for row, (nodes, *others) in zip(curve.rows, table.rows, strict=True):
-            rows.append((f"{nodes}\n{row.basis}", *others))
+        pairs = zip(curve.rows, table.rows, strict=True)
+        rows = [(f"{nodes}\n{row.basis}", *others) for row, (nodes, *others) in pairs]
         heading = f"{curve.kind} scaling".capitalize()
         sections.append(ScalingSection(heading, curve.name, table._replace(rows=rows), text))
     return sections
@@ -68,18 +63,32 @@ def scaling_files(scaling: NodeScaling) -> dict[str, bytes]:
 
 def scaling_table(curve: ScalingCurve) -> TextTable:
     """Return the curve as a table, with each interval in the second line of its cell."""
-    batch_name = "global batch"
-    batches = [row.candidate.global_batch for row in curve.rows]
-    time_name = "step"
-    times = [row.step_s for row in curve.rows]
-    measured = [row.measured_step_s for row in curve.rows]
-    if curve.kind == "strong":
-        batch_name = "local batch"
-        batches = [row.candidate.local_batch for row in curve.rows]
-        time_name = "epoch"
-        times = [row.epoch_s for row in curve.rows]
-        measured = [row.measured_epoch_s for row in curve.rows]
-    unit = _unit(times)
+    batch_name = "local batch"
+    time_name = "epoch"
+    values = [(r.candidate.local_batch, r.epoch_s, r.measured_epoch_s) for r in curve.rows]
+    if curve.kind == "weak":
+        batch_name = "global batch"
+        time_name = "step"
+        values = [(r.candidate.global_batch, r.step_s, r.measured_step_s) for r in curve.rows]
+    # the largest unit that is no longer than the shortest time
+    shortest_s = min(time.value for _, time, _ in values)
+    unit = ["ms", *(unit for unit, seconds in UNITS.items() if seconds <= shortest_s)][-1]
+    rows: list[tuple[str, ...]] = []
+    for row, (batch, time, measured_s) in zip(curve.rows, values, strict=True):
+        measured = UNKNOWN
+        if measured_s is not None:
+            measured = _number(measured_s / UNITS[unit])
+        mark = EXTRAPOLATED_MARK if row.basis == "extrapolated" else ""
+        cells = (
+            f"{row.nodes:,}{mark}",
+            f"{batch:,}",
+            _cell(time.times(1.0 / UNITS[unit])),
+            measured,
+            _cell(row.speed_up),
+            _cell(row.efficiency.times(100.0)),
+            _cell(row.node_hours),
+        )
+        rows.append(cells)
     columns = (
         "nodes",
         batch_name,
@@ -89,27 +98,7 @@ def scaling_table(curve: ScalingCurve) -> TextTable:
         "efficiency, %",
         "node-hours",
     )
-    rows: list[tuple[str, ...]] = []
-    for row, batch, time, seconds in zip(curve.rows, batches, times, measured, strict=True):
-        measured_cell = UNKNOWN
-        if seconds is not None:
-            measured_cell = _number(seconds / UNITS[unit])
-        cells = (
-            _cell(time.times(1.0 / UNITS[unit])),
-            measured_cell,
-            _cell(row.speed_up),
-            _cell(row.efficiency.times(100.0)),
-            _cell(row.node_hours),
-        )
-        mark = EXTRAPOLATED_MARK if row.basis == "extrapolated" else ""
-        rows.append((f"{row.nodes:,}{mark}", f"{batch:,}", *cells))
     return TextTable(columns, rows)
-
-
-def _unit(times: Sequence[Interval]) -> str:
-    """Return the largest unit that is no longer than the shortest time, or else "ms"."""
-    shortest = min(time.value for time in times)
-    return ["ms", *(unit for unit, seconds in UNITS.items() if seconds <= shortest)][-1]
 
 
 def _cell(interval: Interval) -> str:
@@ -128,7 +117,7 @@ def _number(value: float) -> str:
 def explain(scaling: NodeScaling, curve: ScalingCurve) -> Iterator[str]:
     """Yield sentences on the measurements, the predictions, and the meaning of the numbers."""
     yield (
-        f"Step times were measured on {listed_sizes(scaling.profiled_sizes)} nodes "
+        f"Step times were measured on {node_scaling.listed_sizes(scaling.profiled_sizes)} nodes "
         f"({scaling.configurations} configurations of nodes and batch), and a model was fitted to "
         "them."
     )
@@ -137,7 +126,7 @@ def explain(scaling: NodeScaling, curve: ScalingCurve) -> Iterator[str]:
         nodes = [row.nodes for row in curve.rows if row.basis == basis]
         if nodes:
             verb = "is" if len(nodes) == 1 else "are"
-            clauses.append(f"N = {listed_sizes(nodes)} {outcome.format(verb)}")
+            clauses.append(f"N = {node_scaling.listed_sizes(nodes)} {outcome.format(verb)}")
     yield f"{', '.join(clauses)}."
     yield from _definitions(scaling, curve)
 
@@ -165,7 +154,7 @@ def _definitions(scaling: NodeScaling, curve: ScalingCurve) -> Iterator[str]:
         yield "The nodes shared one machine when they were measured; real nodes will differ."
     if curve.rows[-1].nodes > scaling.max_nodes:
         yield f"The cluster file allows jobs of {plural(scaling.max_nodes, 'node')} at most."
-    if left_out := describe_left_out(curve.left_out):
+    if left_out := node_scaling.describe_left_out(curve.left_out):
         yield f"Left out: {left_out}."
 
 
@@ -179,13 +168,8 @@ def _subject(scaling: NodeScaling, curve: ScalingCurve) -> str:
 def plain_text(scaling: NodeScaling, curve: ScalingCurve) -> str:
     """Return the table in aligned columns, with a heading and an explanation."""
     table = scaling_table(curve)
-    rows = [table.columns]
-    rows += [tuple(map(_on_one_line, row)) for row in table.rows]
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append(GAP.join(cells))
+    rows = [table.columns, *(tuple(map(_on_one_line, row)) for row in table.rows)]
+    lines = aligned(rows, str.rjust)
     return "\n".join([_subject(scaling, curve), "", *lines, "", *explain(scaling, curve)]) + "\n"
 
 

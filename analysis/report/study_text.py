@@ -20,7 +20,7 @@ from tula_hpc.analysis.study_results import (
     within_one_deviation,
 )
 from tula_hpc.config import REFERENCE_COLUMN
-from tula_hpc.formatting import listed, plural
+from tula_hpc.formatting import aligned, listed, plural
 from tula_hpc.records import EpochMetrics, Metrics
 
 SMALLER_RATES = "lower workload.lr, or give smaller rates in study.base_lrs"
@@ -267,12 +267,7 @@ def _counts(entry: Entry) -> list[str]:
 def plain_text(table: StudyTable) -> str:
     """Return the table for a terminal: one line for each method, test accuracy only."""
     rows = _rows(table, lambda entry: ", ".join([_marked(entry), *_counts(entry)]), ", ")
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    return "\n".join(aligned(rows))
 
 
 def latex(table: StudyTable) -> str:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from tula_hpc.config import ClusterSpec, cluster_sizes, study_part
 from tula_hpc.errors import LaunchError, NotConfiguredError, RefusedError, SubmitLimitError
-from tula_hpc.formatting import plural
+from tula_hpc.formatting import aligned, plural
 from tula_hpc.launch import slurm
 from tula_hpc.launch.bounded_command import count_in
 from tula_hpc.launch.launcher import Launcher
@@ -80,10 +80,8 @@ def _show(scripts: Sequence[Script]) -> Iterator[str]:
     for script, found in zip(scripts, options, strict=True):
         rows.append([script.title, *(found.get(name, "-") for name in columns)])
     yield f"# {len(others)} more like this one; they differ in these options:"
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        yield f"#   {'  '.join(cells)}".rstrip()
+    for line in aligned(rows):
+        yield f"#   {line}"
 
 
 def _options(text: str) -> dict[str, str]:
