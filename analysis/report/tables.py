@@ -214,51 +214,39 @@ def latex_escaped(text: str) -> str:
 
 def candidate_table(plan: Plan, measurements: Sequence[Measurement]) -> TextTable:
     """Return every candidate with its predictions, by partition."""
-    names = sorted({item.partition for item in plan.candidates})
     comparable = as_planned(measurements, plan)
-    measured = {
-        name: measured_epochs(of_partition(comparable, name), plan.dataset_samples)
-        for name in names
-    }
-    columns: tuple[str, ...] = (
-        "nodes",
-        "batch",
-        "step",
-        "epoch predicted (90 %)",
-        "measured",
-        "steps",
-        "whole time",
-        "cost",
-        "memory per worker",
-        "note",
-    )
-    ordered = sorted(plan.candidates, key=lambda item: (item.partition, item.configuration))
-    rows = [_candidate_cells(item, measured[item.partition]) for item in ordered]
-    if any(item.progress_time_s is not None for item in ordered):
-        after = columns.index("steps") + 1
-        columns = (*columns[:after], "same progress", *columns[after:])
-        times = [format_duration(item.progress_time_s) for item in ordered]
-        rows = [(*r[:after], time, *r[after:]) for r, time in zip(rows, times, strict=True)]
-    if any(names):
-        columns = ("partition", *columns)
-        rows = [(item.partition, *row) for item, row in zip(ordered, rows, strict=True)]
-    return TextTable(columns, rows)
-
-
-def _candidate_cells(item: Candidate, measured: Mapping[Configuration, float]) -> tuple[str, ...]:
-    note = ""
-    if not item.feasible:
-        note = f"not feasible\n{item.why}"
-    return (
-        str(item.nodes),
-        f"{item.global_batch:,}\n{item.local_batch:,} per worker{item.in_parts}",
-        format_duration(item.step_time_s),
-        format_interval(item.predicted("epoch_time_s")),
-        format_duration(measured.get(item.configuration)),
-        *_times_and_cost(item, item.finite_cost),
-        format_bytes(item.peak_memory_bytes),
-        note,
-    )
+    measured: dict[str, Mapping[Configuration, float]] = {}
+    for name in {item.partition for item in plan.candidates}:
+        measured[name] = measured_epochs(of_partition(comparable, name), plan.dataset_samples)
+    rows = []
+    for item in sorted(plan.candidates, key=lambda item: (item.partition, item.configuration)):
+        steps, whole, cost = _times_and_cost(item, item.finite_cost)
+        passes = f"{item.local_batch:,} per worker{item.in_parts}"
+        note = ""
+        if not item.feasible:
+            note = f"not feasible\n{item.why}"
+        cells = {
+            "partition": item.partition,
+            "nodes": str(item.nodes),
+            "batch": f"{item.global_batch:,}\n{passes}",
+            "step": format_duration(item.step_time_s),
+            "epoch predicted (90 %)": format_interval(item.predicted("epoch_time_s")),
+            "measured": format_duration(measured[item.partition].get(item.configuration)),
+            "steps": steps,
+            "same progress": format_duration(item.progress_time_s),
+            "whole time": whole,
+            "cost": cost,
+            "memory per worker": format_bytes(item.peak_memory_bytes),
+            "note": note,
+        }
+        rows.append(cells)
+    left_out = set()
+    if not any(measured):
+        left_out.add("partition")
+    if all(item.progress_time_s is None for item in plan.candidates):
+        left_out.add("same progress")
+    shown = [name for name in next(iter(rows), {}) if name not in left_out]
+    return TextTable(tuple(shown), [tuple(row[name] for name in shown) for row in rows])
 
 
 WHAT_IF_COLUMNS = ("if", "choice", "expected time", "cost")
