@@ -1,7 +1,4 @@
-"""Predicted and actual time and cost of a training, in words and as a table.
-
-They come from `costs.training_bill`.
-"""
+"""Predicted and actual time and cost of a training, in words and as a table."""
 
 from __future__ import annotations
 
@@ -78,17 +75,18 @@ def bill_of(plan: Plan | None, events: Iterable[Event], training: Training) -> T
 def bill_sentences(
     bill: TrainingBill, name: str = "The training", *, parts: bool = True
 ) -> Iterator[str]:
-    """Yield sentences on the whole time and cost, each with its verdict.
-
-    With `parts` they also name each part that was off, as `bill_table` does.
-    """
+    """Yield sentences on the whole time and cost and, with `parts`, on each part that was off."""
     whole, cost = bill.whole, bill.cost
     took = f"{name} took {format_duration(whole.actual)} in all {SOURCES[bill.source]}"
     yield f"{took}, {_judged(whole, _promised_times(whole))}."
     paid = f"It cost {format_money(cost.actual, bill.currency)}"
     yield f"{paid}; {_predicted(promised_amounts(cost, bill.currency))}."
-    if parts:
-        yield from _parts_off(bill)
+    off = bill.parts_off() if parts else []
+    if off:
+        yield f"Outside their intervals: {'; '.join(_off(bill, part) for part in off)}."
+    most = bill.most_of_it() if parts else None
+    if most is not None and most not in off:
+        yield f"Most of the difference: {_off(bill, most)}."
     if bill.source is Source.NOTES and bill.unknown_runs:
         killed = plural(bill.unknown_runs, "run")
         yield f"Not included: {killed} of the job, killed without leaving a note."
@@ -97,11 +95,8 @@ def bill_sentences(
 def steps_off(
     plan: Plan | None, events: Iterable[Event], training: Training, name: str = "the training"
 ) -> Iterator[str]:
-    """Yield a sentence on steps outside of the plan's interval: how far, and the likely cause.
-
-    Yield nothing if that hardly made a difference to the whole training.
-    """
-    promised = candidate_of(plan, training) if plan else None
+    """Say how far steps that mattered were off the plan's interval, and the likely cause."""
+    promised = candidate_of(plan, training)
     took_s = training.epoch_time_s
     if plan is None or promised is None or took_s is None:
         return
@@ -167,14 +162,6 @@ def _samples_off(plan: Plan, result: TrainResult | None) -> str:
         f"went through {seen:,} samples, but was planned for {planned:,}, "
         f"{plural(result.epochs, 'epoch')} of workload.samples: {remedy}"
     )
-
-
-def _parts_off(bill: TrainingBill) -> Iterator[str]:
-    if off := [_off(bill, part) for part in bill.parts_off()]:
-        yield f"Outside their intervals: {'; '.join(off)}."
-    most = bill.most_of_it()
-    if most is not None and most not in bill.parts_off():
-        yield f"Most of the difference: {_off(bill, most)}."
 
 
 def _promised_times(compared: Compared) -> list[str]:

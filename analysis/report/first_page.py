@@ -10,28 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from tula_hpc.analysis import run_contents
 from tula_hpc.analysis.models.profiles import is_out_of_memory, parts_of, summarize
 from tula_hpc.analysis.planning.partitions import name_of
+from tula_hpc.analysis.report import plan_text
 from tula_hpc.analysis.report.bill_text import bill_of, bill_sentences, steps_off
-from tula_hpc.analysis.report.plan_text import (
-    against,
-    alternatives,
-    knee_sentences,
-    progress_sentences,
-    too_close_to_call,
-    unmeasured,
-    where_time_goes,
-    why_not_better,
-    without_price,
-)
 from tula_hpc.analysis.report.text import as_sentence, doubts, of_partition_in_words
-from tula_hpc.analysis.run_contents import (
-    RunContents,
-    Training,
-    as_planned,
-    candidate_of,
-    measured_epochs,
-)
+from tula_hpc.analysis.run_contents import RunContents, Training
 from tula_hpc.formatting import (
     duration_within,
     first_line,
@@ -50,7 +35,6 @@ from tula_hpc.records import (
     Plan,
     Remedy,
     RunHistory,
-    StepTimes,
     TrainResult,
     of_partition,
 )
@@ -84,24 +68,24 @@ def first_page(run: RunContents) -> FirstPage:
     else:
         decision = _decision(run, run.plan)
         will_take = []
-        price = without_price(run.plan, run.cluster) if run.cluster else []
+        price = plan_text.without_price(run.plan, run.cluster) if run.cluster else []
         took = list(_took(run))
         bills = [bill_of(run.plan, run.events, one) for one in run.trainings]
         is_billed = any(bills)
         if is_billed:
             took += price
         else:
-            will_take = [_expected(run.plan), *where_time_goes(run.plan.chosen)]
-            will_take += [*_step_shares(run), *price, *_batch_adaptation(run)]
-            will_take += progress_sentences(run.plan)
+            will_take = [_expected(run.plan), *plan_text.where_time_goes(run.plan.chosen)]
+            will_take += [*_step_shares(run, run.plan), *price, *_batch_adaptation(run, run.plan)]
+            will_take += plan_text.progress_sentences(run.plan)
         answers = {
             "What it will take": will_take,
             "What it took": took,
             "How sure": list(_how_sure(run, run.plan, is_billed=is_billed)),
             "Why this one": [
-                _reason(run.plan),
-                *why_not_better(run.plan),
-                *knee_sentences(run.plan),
+                as_sentence(run.plan.reason.removeprefix(f"{name_of(run.plan.chosen)}: ")),
+                *plan_text.why_not_better(run.plan),
+                *plan_text.knee_sentences(run.plan),
                 *_half_the_batch(run.plan),
             ],
             "What would change it": list(
@@ -128,7 +112,7 @@ def _without_plan(run: RunContents) -> Iterator[str]:
     epochs = {}
     for name in sorted({item.partition for item in ok}):
         rows = [item for item in ok if item.partition == name]
-        for configuration, seconds in measured_epochs(rows, 0).items():
+        for configuration, seconds in run_contents.measured_epochs(rows, 0).items():
             epochs[name, configuration] = seconds
     if epochs:
         name, best = min(epochs, key=lambda key: epochs[key])
@@ -174,14 +158,16 @@ def _expected(plan: Plan) -> str:
     )
 
 
-def _step_shares(run: RunContents) -> list[str]:
+def _step_shares(run: RunContents, plan: Plan) -> list[str]:
     """Say where the time of the chosen configuration's step goes; empty if it was not measured."""
-    times = _planned_times(run)
-    if run.plan is None or times is None:
+    here = of_partition(run_contents.as_planned(run.measurements, plan), plan.chosen.partition)
+    own = [row for row in here if row.configuration == plan.chosen.configuration]
+    times = next((profile.times for profile in summarize(own).profiles), None)
+    if times is None:
         return []
     parts = parts_of(times)
     rest = "other work"
-    if run.plan.chosen.configuration.world_size > 1:
+    if plan.chosen.configuration.world_size > 1:
         rest = "exchange of gradients and waiting for other workers"
     names = ("waiting for data", "computation", "the optimizer", rest)
     step_s = times.step_time_s
@@ -191,16 +177,6 @@ def _step_shares(run: RunContents) -> list[str]:
         if seconds >= NOTABLE * step_s
     ]
     return [f"A step of {format_duration(step_s)} is {', '.join(shown)}."]
-
-
-def _planned_times(run: RunContents) -> StepTimes | None:
-    """Return the chosen configuration's times as the plan has them; None if it was not measured."""
-    if run.plan is None:
-        return None
-    chosen = run.plan.chosen
-    here = of_partition(as_planned(run.measurements, run.plan), chosen.partition)
-    own = [row for row in here if row.configuration == chosen.configuration]
-    return next((profile.times for profile in summarize(own).profiles), None)
 
 
 # what a training does for a large batch, by training.method
@@ -215,12 +191,12 @@ ADAPTED = {
 }
 
 
-def _batch_adaptation(run: RunContents) -> list[str]:
+def _batch_adaptation(run: RunContents, plan: Plan) -> list[str]:
     """Say what the training does for its large batch; empty if it does nothing."""
-    if run.plan is None or run.sweep is None:
+    if run.sweep is None:
         return []
     training = run.sweep.training
-    batch = run.plan.chosen.global_batch
+    batch = plan.chosen.global_batch
     if batch <= training.base_batch or training.method not in ADAPTED:
         return []
     return [
@@ -281,7 +257,7 @@ def _ended_as(chosen: Candidate, training: Training, result: TrainResult) -> boo
 
 
 def _against_prediction(run: RunContents, training: Training) -> str:
-    candidate = candidate_of(run.plan, training)
+    candidate = run_contents.candidate_of(run.plan, training)
     is_reported = any(steps_off(run.plan, run.events, training))
     if candidate is None or not training.epoch_time_s or is_reported:
         return ""
@@ -307,7 +283,7 @@ def _how_sure(run: RunContents, plan: Plan, *, is_billed: bool) -> Iterator[str]
     # a billed training has itself measured the configuration
     if not is_billed:
         yield from _how_measured(run, plan)
-    yield from too_close_to_call(plan)
+    yield from plan_text.too_close_to_call(plan)
 
 
 def _how_measured(run: RunContents, plan: Plan) -> Iterator[str]:
@@ -316,14 +292,10 @@ def _how_measured(run: RunContents, plan: Plan) -> Iterator[str]:
     if plan.chosen.measured:
         yield "This configuration itself was measured."
     elif plan.profile_share is not None:
-        yield from unmeasured(plan)
+        yield from plan_text.unmeasured(plan)
         yield f"It is predicted by {model}."
     elif count:
         yield f"This configuration itself was not measured; it is predicted by {model}."
-
-
-def _reason(plan: Plan) -> str:
-    return as_sentence(plan.reason.removeprefix(f"{name_of(plan.chosen)}: "))
 
 
 def _half_the_batch(plan: Plan) -> Iterator[str]:
@@ -332,11 +304,11 @@ def _half_the_batch(plan: Plan) -> Iterator[str]:
     ]
     best = min(half, key=lambda c: (c.wall_time_s, c.cost), default=None)
     # as the next best it is compared where it is named
-    is_named = any(other.candidate == best for other in alternatives(plan))
+    is_named = any(other.candidate == best for other in plan_text.alternatives(plan))
     if best is not None and best.wall_time_s > plan.chosen.wall_time_s and not is_named:
         yield (
             f"Half the batch takes longer for the same epochs: {name_of(best)} is "
-            f"{against(best, plan.chosen)}."
+            f"{plan_text.against(best, plan.chosen)}."
         )
 
 
@@ -344,7 +316,7 @@ def _what_would_change(plan: Plan, *, has_trained: bool) -> Iterator[str]:
     """Yield the deciding facts: constraints, and choices of other objectives."""
     yield from map(as_sentence, plan.binding)
     is_decided = True
-    for other in alternatives(plan):
+    for other in plan_text.alternatives(plan):
         roles = listed([f"the {role}" for role in other.roles])
         compared = f": {other.against(plan)}"
         kind = other.objective

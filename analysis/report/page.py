@@ -1,34 +1,17 @@
-"""Report of a run: figures, tables and a page, from its files alone.
-
-It works at any stage: over measurements alone, over a plan, during training and after it, on any
-machine.
-"""
+"""Report of a run at any stage: figures, tables and a page, from its files alone."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tula_hpc.analysis.report import tables
 from tula_hpc.analysis.report.bill_text import bill_of, bill_table
 from tula_hpc.analysis.report.first_page import first_page
 from tula_hpc.analysis.report.output import figure_files, prepare_folder, render_page, replace_files
 from tula_hpc.analysis.report.scaling_text import scaling_files, scaling_sections
-from tula_hpc.analysis.report.tables import (
-    SummaryRow,
-    TextTable,
-    account_table,
-    candidate_table,
-    event_table,
-    failure_table,
-    fallback_table,
-    model_tables,
-    not_possible,
-    nothing_changes,
-    summary_rows,
-    summary_table,
-    what_if_table,
-)
 from tula_hpc.analysis.report.text import assumptions, doubts, how_measured
 from tula_hpc.analysis.run_contents import RunContents, read_run
 from tula_hpc.analysis.what_if import what_if
@@ -84,29 +67,29 @@ def _page(contents: RunContents, drawn: Figures, files: Mapping[str, bytes]) -> 
         "subtitle": _subtitle(contents),
         "first": first_page(contents),
         # the first page has the accuracy
-        "summary": summary_table(_summary(contents), with_score=False),
+        "summary": tables.summary_table(_summary(contents), with_score=False),
         "bills": list(_bills(contents)),
         "groups": shown,
         "more_groups": more,
         "assumptions": assumptions(contents),
         "scaling": scaling_sections(drawn.scaling) if drawn.scaling else [],
         "facts": how_measured(contents),
-        "failures": failure_table(contents.measurements),
-        "accounts": account_table(contents.accounts),
+        "failures": tables.failure_table(contents.measurements),
+        "accounts": tables.account_table(contents.accounts),
         "accounted": len(contents.accounts),
         "failed": sum(item.status != "ok" for item in contents.measurements),
         "models": [],
-        "what_if": what_if_table(others),
-        "nothing_changes": nothing_changes(others),
-        "remarks": not_possible(others),
+        "what_if": tables.what_if_table(others),
+        "nothing_changes": tables.nothing_changes(others),
+        "remarks": tables.not_possible(others),
         "fallbacks": None,
         "candidates": None,
         "inputs": [("sweep.toml", contents.sweep_text), ("cluster.toml", contents.cluster_text)],
     }
     if contents.plan:
-        page["models"] = model_tables(contents.plan.models)
-        page["fallbacks"] = fallback_table(contents.plan)
-        page["candidates"] = candidate_table(contents.plan, contents.measurements)
+        page["models"] = tables.model_tables(contents.plan.models)
+        page["fallbacks"] = tables.fallback_table(contents.plan)
+        page["candidates"] = tables.candidate_table(contents.plan, contents.measurements)
     return page
 
 
@@ -114,13 +97,9 @@ def _shown_and_more(
     groups: Mapping[str, Sequence[str]],
 ) -> tuple[dict[str, Sequence[str]], dict[str, Sequence[str]]]:
     """Split each group's texts into those that are shown and the rest; groups take turns."""
-    left = MOST_WARNINGS
-    kept = dict.fromkeys(groups, 0)
-    while left and any(kept[name] < len(texts) for name, texts in groups.items()):
-        for name, texts in groups.items():
-            if left and kept[name] < len(texts):
-                kept[name] += 1
-                left -= 1
+    turns = [(place, name) for name, texts in groups.items() for place in range(len(texts))]
+    turns.sort(key=lambda turn: turn[0])
+    kept = Counter(name for _, name in turns[:MOST_WARNINGS])
     shown = {name: texts[: kept[name]] for name, texts in groups.items() if kept[name]}
     more = {name: texts[kept[name] :] for name, texts in groups.items() if texts[kept[name] :]}
     return shown, more
@@ -129,10 +108,7 @@ def _shown_and_more(
 def shared_content(
     title: str, events: Sequence[Event], drawn: Figures, files: Mapping[str, bytes]
 ) -> dict[str, Any]:
-    """Return the content that all templates share; they escape everything but the SVG.
-
-    `files` are the figures' files by name.
-    """
+    """Return what all templates share; `files` are by name. They escape everything but the SVG."""
     from markupsafe import Markup
 
     from tula_hpc.analysis.figures.style import COLOURS
@@ -146,12 +122,12 @@ def shared_content(
         "figures": figures,
         "missing": drawn.missing,
         "colours": COLOURS,
-        "events": event_table(events),
+        "events": tables.event_table(events),
         "happened": len(events),
     }
 
 
-def _summary(contents: RunContents) -> list[SummaryRow]:
+def _summary(contents: RunContents) -> list[tables.SummaryRow]:
     if contents.plan is None:
         return []
     # the table is about the chosen partition alone
@@ -161,11 +137,11 @@ def _summary(contents: RunContents) -> list[SummaryRow]:
             bill = bill_of(contents.plan, contents.events, training)
             trained = (training.result, training.epoch_time_s, bill)
             rows = contents.measurements
-            return summary_rows(contents.plan, rows, *trained, passes=training.passes)
-    return summary_rows(contents.plan, contents.measurements, None)
+            return tables.summary_rows(contents.plan, rows, *trained, passes=training.passes)
+    return tables.summary_rows(contents.plan, contents.measurements, None)
 
 
-def _bills(contents: RunContents) -> Iterator[tuple[str, TextTable]]:
+def _bills(contents: RunContents) -> Iterator[tuple[str, tables.TextTable]]:
     for training in contents.trainings:
         bill = bill_of(contents.plan, contents.events, training)
         if bill is not None:

@@ -1,8 +1,4 @@
-"""Report of a study: table, figures and verdicts, from its files alone.
-
-It also works while the study runs: trainings without a result are counted, and left out of the
-means.
-"""
+"""Report of a study, finished or not: table, figures and verdicts, from its files alone."""
 
 from __future__ import annotations
 
@@ -10,17 +6,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tula_hpc.analysis import study_results
 from tula_hpc.analysis.report.output import figure_files, prepare_folder, render_page, replace_files
 from tula_hpc.analysis.report.page import shared_content
 from tula_hpc.analysis.report.study_text import cautions, latex, plain_text, table_cells, verdicts
 from tula_hpc.analysis.report.tables import TextTable
-from tula_hpc.analysis.study_results import (
-    StudyContents,
-    StudyTable,
-    answer,
-    make_table,
-    read_study,
-)
+from tula_hpc.analysis.study_results import StudyContents, StudyTable
 from tula_hpc.files import loaded_elsewhere
 from tula_hpc.formatting import format_percent, printable
 from tula_hpc.records import RunDirectory
@@ -74,13 +65,14 @@ def report_study(run: RunDirectory) -> str:
     paths = write_study_report(run)
     contents, table = _read(run)
     doubts = [f"warning: {doubt}" for doubt in cautions(contents, table)]
-    return "\n".join([plain_text(table), "", answer(table), *doubts, f"report: {paths[0]}"])
+    lines = [plain_text(table), "", study_results.answer(table), *doubts, f"report: {paths[0]}"]
+    return "\n".join(lines)
 
 
 def _read(run: RunDirectory) -> tuple[StudyContents, StudyTable]:
-    contents = read_study(run)
+    contents = study_results.read_study(run)
     test_samples = contents.sweep.workload.test_set_size
-    return contents, make_table(contents.study, contents.outcomes, test_samples)
+    return contents, study_results.make_table(contents.study, contents.outcomes, test_samples)
 
 
 def _page(
@@ -89,7 +81,7 @@ def _page(
     return {
         **shared_content(contents.sweep.name, contents.events, drawn, files),
         "subtitle": "Methods of large-batch training, compared after the same number of epochs",
-        "answer": answer(table),
+        "answer": study_results.answer(table),
         "warnings": cautions(contents, table),
         "cells": table_cells(table),
         "verdicts": verdicts(table),

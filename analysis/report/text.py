@@ -123,12 +123,8 @@ def how_measured(run: RunContents) -> list[tuple[str, str]]:
     if not run.measurements:
         return []
     ok = run.ok
-    hosts: set[str] = set()
-    for item in run.measurements:
-        hosts.update(item.hosts)
-    versions: set[str] = set()
-    for item in ok:
-        versions.update(f"{name} {version}" for name, version in item.versions.items())
+    hosts = {host for item in run.measurements for host in item.hosts}
+    versions = {f"{name} {version}" for item in ok for name, version in item.versions.items()}
     facts = [
         ("measured", _counts(run.measurements, ok)),
         ("when (UTC)", _period(run.measurements)),
@@ -158,7 +154,11 @@ def profiling_cost(run: RunContents) -> str:
     if used != noted:
         own = format_number(sum(noted.values()))
         text += f" by Slurm's accounting (by the run's own records {own})"
-    prices = _usd_per_node_hour(run.cluster) if run.cluster else {}
+    parts = run.cluster.by_name() if run.cluster else {}
+    prices = {}
+    for name, part in parts.items():
+        if part.pricing.basis == "node-hour":
+            prices[name] = part.pricing.usd_per_node_hour
     if used and all(name in prices for name in used):
         usd = sum(seconds / HOUR_S * prices[name] for name, seconds in used.items())
         text += f", {format_money(usd)}"
@@ -166,10 +166,7 @@ def profiling_cost(run: RunContents) -> str:
 
 
 def used_by_profiling(run: RunContents) -> dict[str, float]:
-    """Return node-seconds of profile jobs by partition.
-
-    They are accounting's if it has the end of every one of these jobs.
-    """
+    """Return node-seconds of profile jobs by partition, by accounting if it has all their ends."""
     jobs = {job.job_id: job for job in RunHistory(run.events).submissions("profile")}
     accounts = [account for account in run.accounts if account.job_id in jobs]
     # a requeued job has an account for each run, of which the last one counts
@@ -199,14 +196,6 @@ def _by_partition(used: Iterable[tuple[str, float]]) -> dict[str, float]:
     for name, node_seconds in used:
         total[name] = total.get(name, 0.0) + node_seconds
     return total
-
-
-def _usd_per_node_hour(cluster: ClusterSpec) -> dict[str, float]:
-    prices = {}
-    for name, part in cluster.by_name().items():
-        if part.pricing.basis == "node-hour":
-            prices[name] = part.pricing.usd_per_node_hour
-    return prices
 
 
 def _counts(measurements: Sequence[Measurement], ok: Sequence[Measurement]) -> str:
@@ -241,8 +230,5 @@ def _steps(ok: Iterable[Measurement]) -> str:
     steps = [item.steps for item in ok if item.steps]
     if not steps:
         return ""
-    least = min(steps)
-    most = max(steps)
-    if least == most:
-        return f"{least} per configuration"
-    return f"{least} to {most} per configuration"
+    ends = sorted({min(steps), max(steps)})
+    return f"{' to '.join(map(str, ends))} per configuration"
