@@ -4,30 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tula_hpc.analysis.figures import gradients, memory, scaling_panels, timeline, training
 from tula_hpc.analysis.figures.drawing import Drawing, Missing, attempt
-from tula_hpc.analysis.figures.gradients import draw_gradient_norm, draw_variability
-from tula_hpc.analysis.figures.memory import draw_memory
-from tula_hpc.analysis.figures.scaling_panels import draw_strong_scaling, draw_weak_scaling
-from tula_hpc.analysis.figures.step_time.prediction_error import (
-    draw_memory_error,
-    draw_prediction_error,
-)
-from tula_hpc.analysis.figures.step_time.step_breakdown import draw_step_breakdown
-from tula_hpc.analysis.figures.study.accuracy import (
-    draw_study_accuracy,
-    draw_study_delta,
-    draw_study_epochs,
-)
-from tula_hpc.analysis.figures.study.results_table import draw_study_table
-from tula_hpc.analysis.figures.study.scales import draw_study_scale
-from tula_hpc.analysis.figures.time_and_cost.over_batch import (
-    draw_cost,
-    draw_epoch_time,
-    draw_progress,
-)
-from tula_hpc.analysis.figures.time_and_cost.pareto_front import draw_pareto
-from tula_hpc.analysis.figures.timeline import draw_timeline
-from tula_hpc.analysis.figures.training import draw_gradient_scale, draw_training
+from tula_hpc.analysis.figures.step_time import prediction_error, step_breakdown
+from tula_hpc.analysis.figures.study import accuracy, results_table, scales
+from tula_hpc.analysis.figures.time_and_cost import over_batch, pareto_front
 from tula_hpc.analysis.node_scaling import NodeScaling, failed, no_scaling, node_scaling_of
 from tula_hpc.analysis.run_contents import RunContents
 from tula_hpc.analysis.study_results import StudyContents, StudyTable
@@ -36,28 +17,28 @@ from tula_hpc.analysis.study_results import StudyContents, StudyTable
 DECIDING = ("epoch_time", "pareto")
 # figures by the name of their files without suffix, the deciding ones first
 FIGURES = {
-    "epoch_time": draw_epoch_time,
-    "pareto": draw_pareto,
-    "training": draw_training,
-    "timeline": draw_timeline,
-    "progress": draw_progress,
-    "cost": draw_cost,
-    "strong_scaling": draw_strong_scaling,
-    "weak_scaling": draw_weak_scaling,
-    "memory": draw_memory,
-    "step_breakdown": draw_step_breakdown,
-    "prediction_error": draw_prediction_error,
-    "memory_error": draw_memory_error,
-    "gradient_scale": draw_gradient_scale,
-    "variability": draw_variability,
-    "gradient_norm": draw_gradient_norm,
+    "epoch_time": over_batch.draw_epoch_time,
+    "pareto": pareto_front.draw_pareto,
+    "training": training.draw_training,
+    "timeline": timeline.draw_timeline,
+    "progress": over_batch.draw_progress,
+    "cost": over_batch.draw_cost,
+    "strong_scaling": scaling_panels.draw_strong_scaling,
+    "weak_scaling": scaling_panels.draw_weak_scaling,
+    "memory": memory.draw_memory,
+    "step_breakdown": step_breakdown.draw_step_breakdown,
+    "prediction_error": prediction_error.draw_prediction_error,
+    "memory_error": prediction_error.draw_memory_error,
+    "gradient_scale": training.draw_gradient_scale,
+    "variability": gradients.draw_variability,
+    "gradient_norm": gradients.draw_gradient_norm,
 }
 STUDY_FIGURES = {
-    "study_table": draw_study_table,
-    "study_accuracy": draw_study_accuracy,
-    "study_epochs": draw_study_epochs,
-    "study_delta": draw_study_delta,
-    "study_scale": draw_study_scale,
+    "study_table": results_table.draw_study_table,
+    "study_accuracy": accuracy.draw_study_accuracy,
+    "study_epochs": accuracy.draw_study_epochs,
+    "study_delta": accuracy.draw_study_delta,
+    "study_scale": scales.draw_study_scale,
 }
 # figures that are not about the chosen partition alone
 OF_ALL_NODES = ("pareto", "training", "gradient_scale", "variability", "gradient_norm")
@@ -79,20 +60,17 @@ class Figures(NamedTuple):
 
 
 def draw_all(run: RunContents) -> Figures:
-    """Draw every figure that has data.
-
-    With several partitions, the Pareto front shows all of them, other figures the chosen one.
-    """
+    """Draw every figure that has data; only the Pareto front shows all of several partitions."""
     figures = Figures([], [], _scaling(run))
     run = run.in_figures()
     chosen_only = run.of_chosen_partition()
     partition = run.plan.chosen.partition if run.plan else ""
     for name, draw in FIGURES.items():
-        if draw in (draw_strong_scaling, draw_weak_scaling):
+        if name in ("strong_scaling", "weak_scaling"):
             # both figures share one prediction, so that its models are fitted once
             result = attempt(name, draw, chosen_only, figures.scaling)
         else:
-            result = attempt(name, draw, run if draw is draw_pareto else chosen_only)
+            result = attempt(name, draw, run if name == "pareto" else chosen_only)
         if partition and name not in OF_ALL_NODES and isinstance(result, Drawing):
             shown = f"Shown is partition {partition}, the chosen one."
             result = result._replace(caption=f"{shown} {result.caption}")

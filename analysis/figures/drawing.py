@@ -10,7 +10,7 @@ import csv
 import io
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
@@ -25,6 +25,7 @@ from matplotlib.transforms import ScaledTranslation
 
 from tula_hpc.analysis.figures.style import COLOURS, INK, MUTED, PAPER, styled, title_band_in
 from tula_hpc.formatting import keep_units, printable
+from tula_hpc.records import Configuration
 
 PNG_DPI = 150
 POINTS_PER_INCH = 72
@@ -47,6 +48,11 @@ class Table(NamedTuple):
     columns: tuple[str, ...]
     rows: list[tuple[Cell, ...]]
 
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, Cell]]) -> Table:
+        """Make a table of rows that have the same columns, at least one."""
+        return cls(tuple(rows[0]), [tuple(row.values()) for row in rows])
+
     def to_csv(self) -> str:
         """Return comma-separated values: numbers unrounded, an empty cell for None."""
         text = io.StringIO()
@@ -55,6 +61,12 @@ class Table(NamedTuple):
         for row in self.rows:
             writer.writerow(map(_csv_cell, row))
         return printable(text.getvalue())
+
+
+def configuration_cells(configuration: Configuration) -> dict[str, Cell]:
+    """Return the cells of `CONFIGURATION_COLUMNS`."""
+    cells = (*configuration, configuration.global_batch)
+    return dict(zip(CONFIGURATION_COLUMNS, cells, strict=True))
 
 
 def _csv_cell(cell: Cell) -> str:
@@ -261,12 +273,8 @@ def _title_page(first: TitlePage) -> Figure:
     notes_top = table_top
     if first.rows:
         notes_top += TABLE_ROW_IN * (len(first.rows) + 2) + _second_line_in(first.columns)
-    needed = 0.0
-    lists = {}
-    for name, items in first.lists.items():
-        if items:
-            lists[name] = _bullets(items)
-            needed += LINE_IN * (len(lists[name]) + LIST_EXTRA_LINES)
+    lists = {name: _bullets(items) for name, items in first.lists.items() if items}
+    needed = sum(LINE_IN * (len(lines) + LIST_EXTRA_LINES) for lines in lists.values())
     height = max(PAGE_HEIGHT_IN, notes_top + needed + MARGIN_IN)
     figure = Figure(figsize=(PAGE_WIDTH_IN, height), facecolor=PAPER.light)
     FigureCanvasAgg(figure)

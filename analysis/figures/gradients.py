@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 
 from tula_hpc.analysis.figures import labels, style
 from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
-from tula_hpc.analysis.figures.training import Mark, draw_marks
+from tula_hpc.analysis.figures.training import Mark, accuracies_of, draw_marks, scores_of
 from tula_hpc.analysis.run_contents import RunContents, Training
 from tula_hpc.formatting import format_number
 from tula_hpc.records import StepMetrics
@@ -97,13 +97,13 @@ def draw_gradient_norm(run: RunContents) -> Drawing | Missing:
     ends = []
     heights = []
     rows: list[tuple[Cell, ...]] = []
-    with style.styled():
-        figure, (axes,) = style.new_figure(title, 3.2)
+    with style.new_figure(title, 3.2) as (figure, (axes,)):
         for (batch, curve), colour in zip(curves.items(), style.SIZES, strict=False):
             medians = _draw_curve(axes, curve, colour.light)
             heights += medians.values
             end = medians.epochs[-1], medians.values[-1]
-            ends.append(labels.EndLabel(*end, f"B = {batch:,}", colour.light))
+            key = style.Key(f"B = {batch:,}", colour=colour.light)
+            ends.append(labels.EndLabel(*end, key))
             rows += [(batch, *point) for point in zip(*curve, strict=True)]
         style.value_axis(axes, heights, label="gradient norm")
         style.epoch_axis(axes)
@@ -156,20 +156,17 @@ def draw_variability(run: RunContents) -> Drawing | Missing:
         why = "training logged no Δ(G) yet, or no epoch"
         return Missing("variability", "gradient variability and accuracy", why, optional=True)
     curve = _curve(training.metrics.steps, "sensitivity")
-    epochs = training.metrics.epochs
     name, score, unit = "test_accuracy_percent", "test accuracy", " %"
-    reached = [100 * row.test_accuracy for row in epochs if row.test_accuracy is not None]
-    if len(reached) < len(epochs):
+    scores = accuracies_of(training)
+    if len(scores) < len(training.metrics.epochs):
         name, score, unit = "test_loss", "test loss", ""
-        reached = [row.test_loss for row in epochs if row.test_loss is not None]
-    ended = f"{format_number(reached[-1], 3)}{unit}"
+        scores = scores_of(training, name)
+    ended = f"{format_number(scores[-1][1], 3)}{unit}"
     title = f"Gradient variability {curve.describe_change()} while {score} went to {ended}"
-    at = [row.epoch for row in epochs]
-    with style.styled():
-        figure, (above, below) = style.new_figure(title, 4.4, ratios=(1, 1))
+    with style.new_figure(title, 4.4, ratios=(1, 1)) as (figure, (above, below)):
         style.value_axis(above, curve.values, label="variability Δ(G)")
         _draw_curve(above, curve, style.SIZES[0].light)
-        below.plot(at, reached, "o-", color=style.SIZES[2].light, markersize=3.5)
+        below.plot(*zip(*scores, strict=True), "o-", color=style.SIZES[2].light, markersize=3.5)
         below.set_ylabel(f"{score},{unit}" if unit else score)
         style.from_zero(below)
         style.epoch_axis(below)
@@ -181,15 +178,14 @@ def draw_variability(run: RunContents) -> Drawing | Missing:
         "learning and at drops of the learning rate, low and steady at convergence."
     )
     rows: list[tuple[Cell, ...]] = [("step", *pair) for pair in zip(*curve, strict=True)]
-    rows += [(name, *pair) for pair in zip(at, reached, strict=True)]
+    rows += [(name, *pair) for pair in scores]
     return Drawing("variability", title, caption, figure, Table(("mark", "epochs", "value"), rows))
 
 
 def _has_both(training: Training) -> bool:
     curve = _curve(training.metrics.steps, "sensitivity")
-    epochs = training.metrics.epochs
-    has_scores = len(epochs) > 0 and all(row.test_loss is not None for row in epochs)
-    return has_scores and len(curve.values) > 1
+    epochs = len(training.metrics.epochs)
+    return len(curve.values) > 1 and len(scores_of(training, "test_loss")) == epochs > 0
 
 
 def rate_drops(steps: Sequence[StepMetrics]) -> list[Mark]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,15 +40,8 @@ class EndLabel(NamedTuple):
 
     x: float
     y: float
-    text: str
-    colour: str
-    marker: str = ""
-    line: Literal["-", ":"] = "-"
-
-    @property
-    def key(self) -> Key:
-        """The entry for a legend that has the name instead."""
-        return Key(self.text, self.marker, self.line, colour=self.colour)
+    # what a legend would have instead
+    key: Key
 
 
 def have_room(names: Sequence[str], most: int = len(SIZES)) -> bool:
@@ -68,36 +61,30 @@ def label_ends(axes: Axes, labels: Iterable[EndLabel], *, across: float | None =
     ends = np.array([to_axes.transform((label.x, label.y)) for label in ordered]).reshape(-1, 2)
     barred = None if across is None else float(to_axes.transform((axes.get_xlim()[0], across))[1])
     heights = _heights(ends[:, 1].tolist(), barred)
-    longest = 0
     for label, height in zip(ordered, heights, strict=True):
-        longest = max(longest, len(label.text))
         axes.annotate(
-            label.text,
+            label.key.text,
             (label.x, height),
             xycoords=("data", "axes fraction"),
             # leaves room for the ring if the end is the chosen point
             xytext=(11, 0),
             textcoords="offset points",
             va="center",
-            color=label.colour,
+            color=label.key.colour,
             weight="bold",
             size=8.5,
         )
+    longest = max((len(label.key.text) for label in ordered), default=0)
     along = np.linspace(0, 0.02 + LETTER_SHARE * longest, 5)
-    places = np.empty((len(ordered), len(along), 2))
-    places[..., 0] = ends[:, :1] + along
-    places[..., 1] = np.array(heights)[:, None]
-    return places.reshape(-1, 2)
+    across_names = np.add.outer(ends[:, 0], along).ravel()
+    return np.column_stack([across_names, np.repeat(heights, len(along))])
 
 
 def _heights(ends: Sequence[float], barred: float | None) -> list[float]:
-    """Return the names' heights in the panel, ascending like the ends, in axes fractions.
-
-    No name lies on the line across the panel at the height `barred`, if there is one.
-    """
+    """Return the names' heights in axes fractions, clear of a line across the panel at `barred`."""
     lowest = LINE_SHARE / 2
     if barred is None:
-        return _within(ends, lowest, 1.0)
+        return list(_within(ends, lowest, 1.0))
     room_above = max(0, math.floor((1.0 - barred - ABOVE) / LINE_SHARE) + 1)
     below = max(sum(end < barred for end in ends), len(ends) - room_above)
     return [
@@ -106,17 +93,14 @@ def _heights(ends: Sequence[float], barred: float | None) -> list[float]:
     ]
 
 
-def _within(wanted: Sequence[float], bottom: float, top: float) -> list[float]:
+def _within(wanted: Sequence[float], bottom: float, top: float) -> npt.NDArray[np.float64]:
     """Move heights apart: never below the bottom, and not above the top if there is room."""
-    last = len(wanted) - 1
-    heights = []
-    for i, height in enumerate(spread(wanted, LINE_SHARE)):
-        lowered = min(height, top - (last - i) * LINE_SHARE)
-        heights.append(max(lowered, bottom + i * LINE_SHARE))
-    return heights
+    steps = LINE_SHARE * np.arange(len(wanted))
+    lowered = np.minimum(spread(wanted, LINE_SHARE), top - steps[::-1])
+    return np.asarray(np.maximum(lowered, bottom + steps))
 
 
-def spread(wanted: Sequence[float], gap: float) -> list[float]:
+def spread(wanted: Sequence[float], gap: float) -> npt.NDArray[np.float64]:
     """Return ascending positions, `gap` apart, as near to the wanted ones as possible.
 
     Positions that would overlap form a group, which keeps its centre. After rank times gap is
@@ -124,7 +108,7 @@ def spread(wanted: Sequence[float], gap: float) -> list[float]:
     """
     steps = gap * np.arange(len(wanted))
     fit = isotonic_regression(np.asarray(wanted, dtype=np.float64) - steps)
-    return list(map(float, fit.x + steps))
+    return np.asarray(fit.x + steps, dtype=np.float64)
 
 
 def mark_chosen(

@@ -29,8 +29,9 @@ class MemoryLine(NamedTuple):
 
     measured: list[tuple[Configuration, int]]
     predicted: dict[int, Interval]
-    # largest local batch of a candidate that fits: 0 if none fits, None if all fit
-    largest: int | None
+    # largest local batch of a candidate that fits; 0 if none does
+    largest: int
+    all_fit: bool
 
     @property
     def growth(self) -> float | None:
@@ -47,13 +48,6 @@ class MemoryLine(NamedTuple):
             return (high - low) / (last - first)
         return None
 
-    @property
-    def fitting(self) -> int:
-        """The largest candidate that fits; 0 if none does."""
-        if self.largest is not None:
-            return self.largest
-        return max(self.predicted, default=0)
-
 
 class MemoryContent(NamedTuple):
     """The content of the memory figure, bytes per worker."""
@@ -63,8 +57,9 @@ class MemoryContent(NamedTuple):
     # micro-batches per step of a single worker
     parts: int
     limit: int | None
-    # what the plan lets a step use: the limit minus its margin and what training holds besides
-    allowed: int | None
+    # what the plan lets a step use: the limit minus its margin and what training holds besides; 0
+    # without a limit
+    allowed: int
     out_of_memory: list[Configuration]
 
     @property
@@ -94,14 +89,14 @@ class MemoryContent(NamedTuple):
     @property
     def bounded(self) -> bool:
         """Tell whether any candidate does not fit."""
-        return any(line.largest is not None for line in self.lines)
+        return not all(line.all_fit for line in self.lines)
 
     @property
     def largest(self) -> int | None:
         """The largest local batch that fits; None if none does, or no candidate is larger."""
         fitting = tried = 0
         for line in self.lines:
-            fitting = max(fitting, line.fitting)
+            fitting = max(fitting, line.largest)
             tried = max(tried, *line.predicted, 0)
         return fitting if 0 < fitting < tried else None
 
@@ -114,8 +109,7 @@ def draw_memory(run: RunContents) -> Drawing | Missing:
     title = _title(usage)
     unit, unit_bytes = ("GiB", GIB) if usage.top >= GIB else ("MiB", GIB // 1024)
     sizes = run.cluster_sizes
-    with style.styled():
-        figure, (axes,) = style.new_figure(title, 3.7)
+    with style.new_figure(title, 3.7) as (figure, (axes,)):
         style.batch_axis(axes, usage.batches, "local batch b (samples per step and worker)")
         _memory_axis(axes, usage, unit, unit_bytes)
         _draw_prediction(axes, usage, unit_bytes, sizes)
@@ -131,11 +125,8 @@ def draw_memory(run: RunContents) -> Drawing | Missing:
 
 def _usage(run: RunContents) -> MemoryContent:
     summary = summarize(run.measurements)
-    measured = []
-    for item in run.ok:
-        used = used_bytes(item)
-        if used is not None:
-            measured.append((item.configuration, used))
+    known = [(item.configuration, used_bytes(item)) for item in run.ok]
+    measured = [(where, used) for where, used in known if used is not None]
     candidates: list[Candidate] = []
     if run.plan:
         candidates = sorted(run.plan.candidates, key=lambda item: item.local_batch)
@@ -149,7 +140,7 @@ def _usage(run: RunContents) -> MemoryContent:
         mine = [item for item in measured if item[0].world_size in kind]
         line = [item for item in candidates if item.configuration.world_size in kind]
         lines.append(_line(mine, line, fitting))
-    most = None
+    most = 0
     if limit is not None:
         most = int(max([0.0, *allowed.values()]))
     return MemoryContent(lines, summary.parts, limit, most, run.out_of_memory)
@@ -207,10 +198,10 @@ def _line(
             largest = max(largest, item.local_batch)
     too_large = [batch for batch in line if batch > largest]
     if not too_large:
-        return MemoryLine(measured, line, None)
+        return MemoryLine(measured, line, largest, all_fit=True)
     # predictions far beyond the largest batch that fits are not worth showing
     shown = {batch: peak for batch, peak in line.items() if batch <= 2 * too_large[0]}
-    return MemoryLine(measured, shown, largest)
+    return MemoryLine(measured, shown, largest, all_fit=False)
 
 
 def _memory_axis(axes: Axes, usage: MemoryContent, unit: str, unit_bytes: int) -> None:
@@ -234,7 +225,7 @@ def _draw_prediction(axes: Axes, usage: MemoryContent, unit_bytes: int, sizes: l
         value, low, high = (np.interp(batches, known, column) for column in peaks.T)
         style.fill_band(axes, batches, low, high, color=style.MUTED.light, alpha=0.22)
         mark = style.lone_mark(known)
-        for dash, shown in ((":", batches >= line.fitting), ("-", batches <= line.fitting)):
+        for dash, shown in ((":", batches >= line.largest), ("-", batches <= line.largest)):
             y = np.where(shown, value, np.nan)
             axes.plot(batches, y, dash, color=colour, linewidth=1.4, **mark)
 
@@ -256,14 +247,14 @@ def _draw_measured(axes: Axes, usage: MemoryContent, unit_bytes: int, sizes: lis
         mark.set(fillstyle="none", markeredgewidth=1.5, markersize=6.5)
 
 
-def _draw_limit(axes: Axes, limit: int, allowed: int | None, unit_bytes: int) -> None:
+def _draw_limit(axes: Axes, limit: int, allowed: int, unit_bytes: int) -> None:
     left = axes.get_xlim()[0] * 1.06
     y, top = limit / unit_bytes, axes.get_ylim()[1]
     text = f"limit {format_bytes(limit)}"
     red = style.ALERT.light
     if y < top:
         axes.axhline(y, color=red, linewidth=1.2, linestyle=(0, (5, 3)))
-        if allowed is not None and allowed < limit:
+        if allowed < limit:
             axes.axhline(allowed / unit_bytes, color=red, linewidth=0.8, linestyle=(0, (1, 2)))
     else:
         y = top * 0.94
@@ -300,8 +291,7 @@ def _draw_out_of_memory(
 
 def _keys(usage: MemoryContent, sizes: list[int]) -> Iterable[style.Key]:
     for nodes in sorted({configuration.nodes for configuration, _ in usage.measured}):
-        look = style.size_style(sizes, nodes)
-        yield style.Key(f"N = {nodes}", marker=look.marker, hollow=True, colour=look.colour)
+        yield style.size_style(sizes, nodes)._replace(hollow=True)
     if usage.predicted:
         names = ["predicted"]
         if len(usage.lines) > 1:
@@ -330,13 +320,13 @@ def _title(usage: MemoryContent) -> str:
     first, last = _describe_fit(lines[0]), _describe_fit(lines[-1])
     if first != last:
         return f"{title}; {first}, on a single worker {last}"
-    if lines[0].largest:
+    if lines[0].largest and not lines[0].all_fit:
         first += ", the next candidate does not"
     return f"{title}; {first}"
 
 
 def _describe_fit(line: MemoryLine) -> str:
-    if line.largest is None:
+    if line.all_fit:
         return "every candidate fits"
     if line.largest == 0:
         return "no candidate fits"
@@ -351,7 +341,7 @@ def _caption(usage: MemoryContent, kinds: str) -> str:
     )
     if usage.limit is not None:
         text += f" The limit is {format_bytes(usage.limit)} per worker."
-    if usage.limit is not None and usage.allowed is not None and usage.allowed < usage.limit:
+    if usage.limit is not None and usage.allowed < usage.limit:
         text += (
             f" Plans let a step use no more than {format_bytes(usage.allowed)} of it (dotted in "
             "red). The rest is a margin, and room for what training holds in addition to its steps."
@@ -406,6 +396,6 @@ def _table(usage: MemoryContent) -> Table:
     if usage.limit is not None:
         rows.append(("limit", None, None, usage.limit, None, None))
     for nodes, line in lines:
-        if line.largest:
+        if line.largest and not line.all_fit:
             rows.append(("largest_that_fits", nodes, line.largest, None, None, None))
     return Table(columns, rows)

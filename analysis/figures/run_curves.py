@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from itertools import cycle
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 
 from tula_hpc.analysis.figures import style
 from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
-from tula_hpc.analysis.figures.training import accuracies_of, losses_of
+from tula_hpc.analysis.figures.training import accuracies_of, scores_of
 from tula_hpc.analysis.run_contents import RunContents, as_planned, measured_epochs
 from tula_hpc.formatting import format_duration, in_short
 from tula_hpc.records import Interval, of_partition
@@ -19,7 +20,7 @@ from tula_hpc.records import Interval, of_partition
 MOST_NAMED = 4
 NAME = "run_curves"
 COLUMNS = ("run", "quantity", "global_batch_samples", "epoch", "value")
-LINES: tuple[Literal["-", "--", ":"], ...] = ("-", "--", ":")
+LINES: tuple[style.LineStyle, ...] = ("-", "--", ":")
 
 
 class RunCurve(NamedTuple):
@@ -37,7 +38,7 @@ class RunCurve(NamedTuple):
     has_accuracy: bool
 
 
-def curve_of(name: str, run: RunContents) -> RunCurve:
+def curve_of(run: RunContents) -> RunCurve:
     """Return the curves of a run at any stage."""
     least: dict[int, float] = {}
     chosen = None
@@ -57,8 +58,8 @@ def curve_of(name: str, run: RunContents) -> RunCurve:
     losses: list[tuple[int, float]] = []
     for training in run.trainings[:1]:
         accuracies = accuracies_of(training)
-        losses = losses_of(training, "test_loss")
-    return RunCurve(name, least, measured, chosen, accuracies or losses, bool(accuracies))
+        losses = scores_of(training, "test_loss")
+    return RunCurve(run.name, least, measured, chosen, accuracies or losses, bool(accuracies))
 
 
 def _keep_least(found: dict[int, float], batch: int, seconds: float) -> None:
@@ -66,38 +67,24 @@ def _keep_least(found: dict[int, float], batch: int, seconds: float) -> None:
 
 
 def draw_run_curves(curves: Sequence[RunCurve]) -> Drawing | Missing:
-    """Draw each run's least epoch time over the batch, and below it the scores of trainings.
-
-    Scores are drawn only if all runs with scores have the same kind, accuracy or loss.
-    """
+    """Draw least epoch times over the batch, and below them the scores if all are of one kind."""
     if not any(curve.predicted_s or curve.measured_s for curve in curves):
         return Missing(NAME, "curves", "none of the runs has measured anything yet")
     kinds = {curve.has_accuracy for curve in curves if curve.scores}
     title = _title(curves)
-    with style.styled():
-        height, ratios = (6.0, (3, 2)) if len(kinds) == 1 else (3.6, (1,))
-        figure, panels = style.new_figure(title, height, ratios=ratios, share_x=False)
-        _draw_times(panels[0], curves)
+    looks = zip(curves, cycle(style.SIZES), cycle(style.MARKERS), cycle(LINES))
+    keys = [style.Key(c.name, mark, line, colour=colour.light) for c, colour, mark, line in looks]
+    height, ratios = (6.0, (3, 2)) if len(kinds) == 1 else (3.6, (1,))
+    with style.new_figure(title, height, ratios=ratios, share_x=False) as (figure, panels):
+        _draw_times(panels[0], curves, keys)
         if len(kinds) == 1:
-            _draw_scores(panels[1], curves, has_accuracy=kinds == {True})
-        keys = [
-            style.Key(curve.name, _marker(index), LINES[index % len(LINES)], colour=_colour(index))
-            for index, curve in enumerate(curves)
-        ]
+            _draw_scores(panels[1], curves, keys)
         style.legend(panels[0], keys, left=0.0)
     table = Table(COLUMNS, [row for curve in curves for row in _rows(curve)])
     return Drawing(NAME, title, _caption(kinds), figure, table)
 
 
-def _colour(index: int) -> str:
-    return style.SIZES[index % len(style.SIZES)].light
-
-
-def _marker(index: int) -> str:
-    return style.MARKERS[index % len(style.MARKERS)]
-
-
-def _draw_times(axes: Axes, curves: Sequence[RunCurve]) -> None:
+def _draw_times(axes: Axes, curves: Sequence[RunCurve], keys: Sequence[style.Key]) -> None:
     batches: set[int] = set()
     seconds: list[float] = []
     for curve in curves:
@@ -107,27 +94,24 @@ def _draw_times(axes: Axes, curves: Sequence[RunCurve]) -> None:
             seconds.append(curve.chosen[1].value)
     style.value_axis(axes, seconds, label="least time of an epoch", durations=True)
     style.batch_axis(axes, batches, style.BATCH_LABEL)
-    for index, curve in enumerate(curves):
-        colour = _colour(index)
+    for curve, key in zip(curves, keys, strict=True):
+        colour = key.colour
         line = np.array(sorted(curve.predicted_s.items()), dtype=np.float64).reshape(-1, 2)
-        dash = LINES[index % len(LINES)]
-        axes.plot(*line.T, dash, **style.lone_mark(line), color=colour, linewidth=1.6)
+        axes.plot(*line.T, key.line, **style.lone_mark(line), color=colour)
         marks = np.array(sorted(curve.measured_s.items()), dtype=np.float64).reshape(-1, 2)
-        axes.plot(*marks.T, _marker(index), color=colour, markersize=5, linestyle="none")
+        axes.plot(*marks.T, key.marker, color=colour, markersize=5, linestyle="none")
         if curve.chosen:
             batch, epoch_s = curve.chosen
             ring = axes.plot(batch, epoch_s.value, "o", color=colour, fillstyle="none")
             ring[0].set(markersize=13, markeredgewidth=1.6)
 
 
-def _draw_scores(axes: Axes, curves: Sequence[RunCurve], *, has_accuracy: bool) -> None:
-    for index, curve in enumerate(curves):
+def _draw_scores(axes: Axes, curves: Sequence[RunCurve], keys: Sequence[style.Key]) -> None:
+    for curve, key in zip(curves, keys, strict=True):
         if curve.scores:
-            line = LINES[index % len(LINES)]
-            mark = _marker(index) if len(curve.scores) == 1 else ""
-            colour = _colour(index)
-            axes.plot(*np.array(curve.scores).T, line, marker=mark, color=colour, linewidth=1.6)
-    axes.set_ylabel("test accuracy, %" if has_accuracy else "test loss")
+            mark = key.marker if len(curve.scores) == 1 else ""
+            axes.plot(*np.array(curve.scores).T, key.line, marker=mark, color=key.colour)
+            axes.set_ylabel("test accuracy, %" if curve.has_accuracy else "test loss")
     style.from_zero(axes)
     style.epoch_axis(axes)
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
+from tula_hpc.analysis import node_scaling
 from tula_hpc.analysis.figures import style
-from tula_hpc.analysis.figures.drawing import CONFIGURATION_COLUMNS, Cell, Drawing, Missing, Table
-from tula_hpc.analysis.node_scaling import (
-    NodeScaling,
-    ScalingCurve,
-    ScalingRow,
-    describe_left_out,
-    node_scaling_of,
-)
+from tula_hpc.analysis.figures.drawing import Drawing, Missing, Table, configuration_cells
+from tula_hpc.analysis.node_scaling import NodeScaling, ScalingCurve, ScalingRow
 from tula_hpc.analysis.run_contents import RunContents
 from tula_hpc.formatting import format_number, plural
 from tula_hpc.records import Interval
@@ -30,15 +25,6 @@ EXTRAPOLATED = style.Key("extrapolated", marker="D", line="--", hollow=True, col
 MOST_WIDTH = 2.5
 # ratio of the ends of an interval above which the title gives both of them, not the value
 WIDE = 2.0
-# quantities that have three columns: the value, and both ends of its interval
-INTERVALS = (
-    "step_time_s",
-    "epoch_time_s",
-    "training_time_s",
-    "speed_up",
-    "efficiency_percent",
-    "node_hours",
-)
 
 
 class PanelQuantity(NamedTuple):
@@ -56,12 +42,12 @@ class PanelQuantity(NamedTuple):
 
 def draw_strong_scaling(run: RunContents, scaling: NodeScaling | None = None) -> Drawing | Missing:
     """Draw how one global batch scales over the nodes; `scaling` is that of the run, if known."""
-    return _draw((scaling or node_scaling_of(run)).strong, run)
+    return _draw((scaling or node_scaling.node_scaling_of(run)).strong, run)
 
 
 def draw_weak_scaling(run: RunContents, scaling: NodeScaling | None = None) -> Drawing | Missing:
     """Draw how one local batch scales over the nodes; `scaling` is that of the run, if known."""
-    return _draw((scaling or node_scaling_of(run)).weak, run)
+    return _draw((scaling or node_scaling.node_scaling_of(run)).weak, run)
 
 
 def _draw(curve: ScalingCurve, run: RunContents) -> Drawing | Missing:
@@ -70,20 +56,27 @@ def _draw(curve: ScalingCurve, run: RunContents) -> Drawing | Missing:
     title = finding(curve)
     sizes = [row.nodes for row in curve.rows]
     chosen = run.plan.chosen.nodes if run.plan else None
-    with style.styled():
-        figure, panels = style.new_figure(title, 4.7, ratios=(1, 1), columns=2)
+    with style.new_figure(title, 4.7, ratios=(1, 1), columns=2) as (figure, panels):
         for place, (axes, quantity) in enumerate(zip(panels, _quantities(curve), strict=True)):
             style.batch_axis(axes, sizes, "number of nodes N" if place > 1 else "")
             _value_axis(axes, curve, quantity)
-            _draw_panel(axes, curve, quantity)
-            ringed = [row for row in curve.rows if row.nodes == chosen]
-            _draw_rings(axes, ringed, quantity)
-        _add_legend(panels[0], curve)
+            _draw_panel(axes, curve, quantity, chosen)
+        rows = style.legend(panels[0], _keys(curve), left=-0.2)
+        # the legend must not change the width of its panel
+        if legend := panels[0].get_legend():
+            legend.set_in_layout(False)
+        # an empty title of as many lines leaves room for the legend
+        panels[0].set_title("\n".join([" "] * rows))
     return Drawing(curve.name, title, _caption(curve, chosen), figure, _table(curve, chosen))
 
 
 def _quantities(curve: ScalingCurve) -> tuple[PanelQuantity, ...]:
     base = curve.base.nodes
+
+    def measured_efficiency(row: ScalingRow) -> float | None:
+        speed_up = curve.measured_speed_up(row)
+        return None if speed_up is None else speed_up * base / row.nodes
+
     time = PanelQuantity(
         "time of an epoch",
         lambda row: row.epoch_s,
@@ -107,17 +100,12 @@ def _quantities(curve: ScalingCurve) -> tuple[PanelQuantity, ...]:
         PanelQuantity(
             "efficiency",
             lambda row: row.efficiency,
-            lambda row: _measured_efficiency(curve, row),
+            measured_efficiency,
             lambda _: 1.0,
             share=True,
         ),
         PanelQuantity("node-hours of the training", lambda row: row.node_hours, lambda _: None),
     )
-
-
-def _measured_efficiency(curve: ScalingCurve, row: ScalingRow) -> float | None:
-    speed_up = curve.measured_speed_up(row)
-    return None if speed_up is None else speed_up * curve.base.nodes / row.nodes
 
 
 def _value_axis(axes: Axes, curve: ScalingCurve, quantity: PanelQuantity) -> None:
@@ -137,13 +125,14 @@ def _value_axis(axes: Axes, curve: ScalingCurve, quantity: PanelQuantity) -> Non
     axes.set_ylabel(quantity.label)
 
 
-def _draw_panel(axes: Axes, curve: ScalingCurve, quantity: PanelQuantity) -> None:
+def _draw_panel(
+    axes: Axes, curve: ScalingCurve, quantity: PanelQuantity, chosen: int | None
+) -> None:
     sizes = [row.nodes for row in curve.rows]
     if quantity.ideal is not None:
         ideal = [quantity.ideal(nodes) for nodes in sizes]
         axes.plot(sizes, ideal, ":", color=style.MUTED.light, linewidth=1.3, zorder=1)
-    lows = [quantity.value(row).low for row in curve.rows]
-    highs = [quantity.value(row).high for row in curve.rows]
+    _, lows, highs = zip(*map(quantity.value, curve.rows), strict=True)
     axes.fill_between(sizes, lows, highs, color=COLOUR, alpha=0.16, linewidth=0)
     for first, second in pairwise(curve.rows):
         ends = [(row.nodes, quantity.value(row).value) for row in (first, second)]
@@ -151,6 +140,10 @@ def _draw_panel(axes: Axes, curve: ScalingCurve, quantity: PanelQuantity) -> Non
         axes.plot(*zip(*ends, strict=True), "--" if beyond else "-", color=COLOUR, zorder=3)
     for row in curve.rows:
         _draw_row(axes, row, quantity)
+        if row.nodes == chosen:
+            point = [row.nodes], [quantity.value(row).value]
+            (ring,) = axes.plot(*point, "o", color=style.INK.light, fillstyle="none", zorder=6)
+            ring.set(markersize=12, markeredgewidth=1.4)
 
 
 def _draw_row(axes: Axes, row: ScalingRow, quantity: PanelQuantity) -> None:
@@ -163,22 +156,6 @@ def _draw_row(axes: Axes, row: ScalingRow, quantity: PanelQuantity) -> None:
         key = PREDICTED._replace(hollow=False)
     (mark,) = axes.plot([row.nodes], [value], key.marker, color=COLOUR, zorder=4)
     mark.set(markersize=5.0, markerfacecolor=style.PAPER.light if key.hollow else COLOUR)
-
-
-def _draw_rings(axes: Axes, rows: Sequence[ScalingRow], quantity: PanelQuantity) -> None:
-    for row in rows:
-        point = [row.nodes], [quantity.value(row).value]
-        (ring,) = axes.plot(*point, "o", color=style.INK.light, fillstyle="none", zorder=6)
-        ring.set(markersize=12, markeredgewidth=1.4)
-
-
-def _add_legend(axes: Axes, curve: ScalingCurve) -> None:
-    """Write the legend above the first panel, whose width it must not change."""
-    rows = style.legend(axes, _keys(curve), left=-0.2)
-    if legend := axes.get_legend():
-        legend.set_in_layout(False)
-    # an empty title of as many lines leaves room for the legend
-    axes.set_title("\n".join([" "] * rows))
 
 
 def _keys(curve: ScalingCurve) -> list[style.Key]:
@@ -253,25 +230,28 @@ def _caption(curve: ScalingCurve, chosen: int | None) -> str:
         sentences.append("Dashed lines and diamonds are extrapolated beyond what was profiled.")
     if chosen in [row.nodes for row in curve.rows]:
         sentences.append("The ring marks the chosen N.")
-    if left_out := describe_left_out(curve.left_out):
+    if left_out := node_scaling.describe_left_out(curve.left_out):
         sentences.append(f"Left out: {left_out}.")
     return " ".join(sentences)
 
 
 def _table(curve: ScalingCurve, chosen: int | None) -> Table:
-    columns = [*CONFIGURATION_COLUMNS, "basis"]
-    for name in INTERVALS:
-        columns += [name, f"low_{name}", f"high_{name}"]
-    columns += ["measured_step_time_s", "measured_epoch_time_s", "chosen"]
-    return Table(tuple(columns), [_row(row, chosen) for row in curve.rows])
-
-
-def _row(row: ScalingRow, chosen: int | None) -> tuple[Cell, ...]:
-    item = row.candidate
-    cells: list[Cell] = [*item.configuration, item.global_batch, row.basis]
-    percent = row.efficiency.times(100.0)
-    times = (row.step_s, row.epoch_s, row.training_s)
-    for interval in (*times, row.speed_up, percent, row.node_hours):
-        cells += interval
-    cells += [row.measured_step_s, row.measured_epoch_s, row.nodes == chosen]
-    return tuple(cells)
+    rows = []
+    for row in curve.rows:
+        intervals = {
+            "step_time_s": row.step_s,
+            "epoch_time_s": row.epoch_s,
+            "training_time_s": row.training_s,
+            "speed_up": row.speed_up,
+            "efficiency_percent": row.efficiency.times(100.0),
+            "node_hours": row.node_hours,
+        }
+        cells = configuration_cells(row.candidate.configuration)
+        cells["basis"] = row.basis
+        for name, (value, low, high) in intervals.items():
+            cells |= {name: value, f"low_{name}": low, f"high_{name}": high}
+        cells["measured_step_time_s"] = row.measured_step_s
+        cells["measured_epoch_time_s"] = row.measured_epoch_s
+        cells["chosen"] = row.nodes == chosen
+        rows.append(cells)
+    return Table.of(rows)

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import matplotlib as mpl
 import numpy as np
 import numpy.typing as npt
+from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -19,13 +20,6 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.text import Annotation
-from matplotlib.ticker import (
-    FixedLocator,
-    FuncFormatter,
-    MaxNLocator,
-    MultipleLocator,
-    NullLocator,
-)
 from matplotlib.transforms import ScaledTranslation
 
 from tula_hpc.formatting import DAY_S, HOUR_S, MINUTE_S, format_duration, format_number, keep_units
@@ -101,14 +95,10 @@ _SETTINGS: dict[Any, Any] = {
     "axes.edgecolor": MUTED.light,
     "axes.labelcolor": INK.light,
     "axes.labelsize": 9,
-    "axes.linewidth": 0.8,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,
-    "axes.unicode_minus": True,
-    "axes.formatter.use_mathtext": False,
     "grid.color": GRID.light,
-    "grid.linewidth": 0.8,
     "xtick.color": MUTED.light,
     "ytick.color": MUTED.light,
     "xtick.labelcolor": INK.light,
@@ -139,23 +129,30 @@ def styled() -> Iterator[None]:
         yield
 
 
-class SizeStyle(NamedTuple):
-    """Colour and marker of one cluster size in every figure."""
-
-    colour: str
-    marker: str
+LineStyle = Literal["", "-", "--", ":"]
 
 
-def size_style(sizes: Sequence[int], nodes: int) -> SizeStyle:
-    """Return the style of a cluster size, by its position among all sizes of the run."""
+class Key(NamedTuple):
+    """Look of what is drawn, and its entry in a legend."""
+
+    text: str
+    marker: str = ""
+    line: LineStyle = ""
+    band: bool = False
+    hollow: bool = False
+    colour: str = MUTED.light
+
+
+def size_style(sizes: Sequence[int], nodes: int) -> Key:
+    """Return the look of a cluster size in every figure, by its position among all of the run."""
     index = list(sizes).index(nodes)
-    return SizeStyle(SIZES[index % len(SIZES)].light, MARKERS[index % len(MARKERS)])
+    colour = SIZES[index % len(SIZES)].light
+    return Key(f"N = {nodes}", MARKERS[index % len(MARKERS)], colour=colour)
 
 
 def partition_marker(index: int) -> str:
     """Return the marker of a partition; never a circle, which legends use for all partitions."""
-    others = MARKERS[1:]
-    return others[index % len(others)]
+    return MARKERS[1 + index % (len(MARKERS) - 1)]
 
 
 def title_band_in(title: str) -> float:
@@ -174,6 +171,7 @@ def _title_lines(title: str) -> list[str]:
     return wide
 
 
+@contextmanager
 def new_figure(
     title: str,
     body_in: float,
@@ -181,29 +179,29 @@ def new_figure(
     columns: int = 1,
     *,
     share_x: bool = True,
-) -> tuple[Figure, list[Axes]]:
-    """Return a figure with a title, and its panels row by row.
+) -> Iterator[tuple[Figure, list[Axes]]]:
+    """Begin a figure in the figures' style: with a title, and with panels row by row.
 
     All rows together are `body_in` inches high; `ratios` are their relative heights.
     """
     height = body_in + title_band_in(title)
     layout = ConstrainedLayoutEngine(rect=(0, 0, 1, body_in / height), h_pad=0.06, w_pad=EDGE_IN)
-    figure = Figure(figsize=(WIDTH_IN, height), layout=layout, facecolor=PAPER.light)
-    FigureCanvasAgg(figure)
-    top_left = figure.transFigure + ScaledTranslation(EDGE_IN, -EDGE_IN, figure.dpi_scale_trans)
-    text = "\n".join(_title_lines(title))
-    label = figure.text(0, 1, text, transform=top_left, va="top", size=10.5, weight="bold")
-    label.set_linespacing(1.25)
-    # by this id the page removes the title, which it has as text
-    label.set_gid("title")
-    label.set_in_layout(False)
     heights = {"height_ratios": list(ratios)}
-    grid = figure.subplots(len(ratios), columns, sharex=share_x, squeeze=False, gridspec_kw=heights)
-    panels = list(grid.flat)
-    for axes in panels:
-        axes.set_facecolor("none")
-        axes.grid(axis="y")
-    return figure, panels
+    with styled():
+        figure = Figure(figsize=(WIDTH_IN, height), layout=layout, facecolor=PAPER.light)
+        FigureCanvasAgg(figure)
+        inset = ScaledTranslation(EDGE_IN, -EDGE_IN, figure.dpi_scale_trans)
+        text = "\n".join(_title_lines(title))
+        label = figure.text(0, 1, text, va="top", size=10.5, weight="bold", linespacing=1.25)
+        # by this id the page removes the title, which it has as text
+        label.set(transform=figure.transFigure + inset, gid="title", in_layout=False)
+        grid = figure.subplots(
+            len(ratios), columns, sharex=share_x, squeeze=False, gridspec_kw=heights
+        )
+        for axes in grid.flat:
+            axes.set_facecolor("none")
+            axes.grid(axis="y")
+        yield figure, list(grid.flat)
 
 
 def batch_axis(axes: Axes, batches: Iterable[int], label: str, *, right: float = 0.05) -> None:
@@ -235,9 +233,9 @@ def named_ticks(
     shown = _apart(axes, first, write)
     if not first or len(shown) < len(first):
         shown = _apart(axes, ticks, write)
-    axes.xaxis.set_major_locator(FixedLocator(shown))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
+    axes.xaxis.set_major_locator(ticker.FixedLocator(shown))
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
+    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: write(value)))
 
 
 def _apart(axes: Axes, ticks: Sequence[float], write: Callable[[float], str]) -> list[float]:
@@ -286,11 +284,11 @@ _FEWEST = 3
 
 def even_ticks(axis: Axis, most: int, *, longest_s: float | None = None) -> None:
     """Place about `most` ticks at round numbers, or at round durations up to `longest_s`."""
-    axis.set_major_locator(MaxNLocator(most, steps=[*_ROUND, 10]))
+    axis.set_major_locator(ticker.MaxNLocator(most, steps=[*_ROUND, 10]))
     if longest_s is not None:
         steps = [step for step in _DURATIONS if most * step >= longest_s]
         if steps:
-            axis.set_major_locator(MultipleLocator(steps[0]))
+            axis.set_major_locator(ticker.MultipleLocator(steps[0]))
 
 
 def duration_tick(seconds: float) -> str:
@@ -337,7 +335,7 @@ def value_axis(axes: Axes, values: Iterable[float], *, label: str, durations: bo
         axes.set_ylim(low / (high / low) ** 0.08, high * (high / low) ** 0.08)
         _round_ticks(axes.yaxis, axes.get_ylim(), durations=durations)
     tick = duration_tick if durations else number_tick
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
+    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: tick(value)))
     axes.set_ylabel(label)
 
 
@@ -353,14 +351,14 @@ def amount_axis(axes: Axes, values: Iterable[float], label: str) -> None:
         axes.set_xscale("log")
         axes.set_xlim(low / (high / low) ** 0.06, high * (high / low) ** 0.06)
         _round_ticks(axes.xaxis, axes.get_xlim())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: number_tick(value)))
+    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: number_tick(value)))
     axes.set_xlabel(label)
 
 
 def epoch_axis(axes: Axes) -> None:
     """Set an x axis for the epochs of a training, beginning at zero."""
     axes.set_xlabel("epochs of training")
-    axes.xaxis.set_major_locator(MaxNLocator(10, steps=[*_ROUND, 10], integer=True))
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(10, steps=[*_ROUND, 10], integer=True))
     axes.set_xlim(left=0)
 
 
@@ -374,24 +372,9 @@ def _round_ticks(axis: Axis, limits: tuple[float, float], *, durations: bool = F
     within: list[float] = []
     for each in ticks:
         if len(within) < _FEWEST:
-            within = _within(limits, each)
-    axis.set_major_locator(FixedLocator(within[:: math.ceil(len(within) / 8)]))
-    axis.set_minor_locator(NullLocator())
-
-
-def _within(limits: tuple[float, float], ticks: Iterable[float]) -> list[float]:
-    return [tick for tick in ticks if limits[0] <= tick <= limits[1]]
-
-
-class Key(NamedTuple):
-    """One entry of the legend."""
-
-    text: str
-    marker: str = ""
-    line: Literal["", "-", "--", ":"] = ""
-    band: bool = False
-    hollow: bool = False
-    colour: str = MUTED.light
+            within = [tick for tick in each if limits[0] <= tick <= limits[1]]
+    axis.set_major_locator(ticker.FixedLocator(within[:: math.ceil(len(within) / 8)]))
+    axis.set_minor_locator(ticker.NullLocator())
 
 
 def legend(axes: Axes, keys: Sequence[Key], *, left: float = -0.09) -> int:
@@ -399,9 +382,8 @@ def legend(axes: Axes, keys: Sequence[Key], *, left: float = -0.09) -> int:
     handles = []
     for key in keys:
         handle = Line2D([], [], color=key.colour, markersize=5, solid_capstyle="butt")
-        handle.set_marker(key.marker or "None")
-        handle.set_linestyle(key.line or "none")
-        handle.set(linewidth=1.6, alpha=1, fillstyle="none" if key.hollow else "full")
+        handle.set(marker=key.marker, linestyle=key.line)
+        handle.set_fillstyle("none" if key.hollow else "full")
         if key.band:
             handle.set(linewidth=7, alpha=0.25)
         handles.append(handle)

@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter
 
 from tula_hpc.analysis.costs.usage import job_runs, length_of_union
 from tula_hpc.analysis.figures import style
-from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
+from tula_hpc.analysis.figures.drawing import Drawing, Missing, Table
 from tula_hpc.analysis.run_contents import RunContents, evenly
 from tula_hpc.formatting import format_duration, plural
 from tula_hpc.records import MAIN_LABEL, RunHistory, Sign, Submission
@@ -38,7 +38,7 @@ MOMENT_S = 1e-3
 
 
 class Stretch(NamedTuple):
-    """One job's wait or run, on a clock of Unix seconds."""
+    """One job's wait or run, in Unix seconds; in the figure, in seconds from the first one."""
 
     row: str
     job_id: str
@@ -180,27 +180,24 @@ def draw_timeline(run: RunContents) -> Drawing | Missing:
     if not found:
         return Missing("timeline", "timeline", "no job has been submitted yet", optional=True)
     first = min(one.begin for one in found)
-    whole_s = max(max(one.end for one in found) - first, MOMENT_S)
+    found = [one._replace(begin=one.begin - first, end=one.end - first) for one in found]
+    whole_s = max(MOMENT_S, *(one.end for one in found))
     title = _title(found, whole_s)
     rows = evenly(list(dict.fromkeys(one.row for one in found)), MOST_ROWS)
     shown = evenly(found, MOST_STRETCHES)
-    with style.styled():
-        figure, (axes,) = style.new_figure(title, 1.0 + ROW_IN * max(2, len(rows)))
-        _draw(axes, [one for one in shown if one.row in rows], rows, first, whole_s)
+    with style.new_figure(title, 1.0 + ROW_IN * max(2, len(rows))) as (figure, (axes,)):
+        _draw(axes, [one for one in shown if one.row in rows], rows, whole_s)
         _set_up_axes(axes, rows, whole_s, found)
-    table = Table(COLUMNS, [_row(one, first) for one in shown])
-    return Drawing("timeline", title, _caption(found, rows), figure, table)
+    return Drawing("timeline", title, _caption(found, rows), figure, Table(COLUMNS, [*shown]))
 
 
-def _draw(
-    axes: Axes, shown: Sequence[Stretch], rows: Sequence[str], first: float, whole_s: float
-) -> None:
+def _draw(axes: Axes, shown: Sequence[Stretch], rows: Sequence[str], whole_s: float) -> None:
     places = {row: place for place, row in enumerate(rows)}
     # the bar of a run hides that of a wait of no length
     axes.barh(
         [places[one.row] for one in shown],
         [max(one.end - one.begin, LEAST_WIDTH * whole_s) for one in shown],
-        left=[one.begin - first for one in shown],
+        left=[one.begin for one in shown],
         height=0.62,
         color=[COLOURS[one.kind].light for one in shown],
         edgecolor=style.PAPER.light,
@@ -209,8 +206,8 @@ def _draw(
     )
     for one in shown:
         if one.is_interrupted:
-            at = ([one.end - first], [places[one.row]])
-            axes.plot(*at, "X", color=style.ALERT.light, markersize=7, zorder=5)
+            (cross,) = axes.plot([one.end], [places[one.row]], "X", color=style.ALERT.light)
+            cross.set(markersize=7, zorder=5)
 
 
 def _set_up_axes(axes: Axes, rows: Sequence[str], whole_s: float, found: Sequence[Stretch]) -> None:
@@ -273,7 +270,3 @@ def _caption(found: Sequence[Stretch], rows: Sequence[str]) -> str:
     if len(found) > MOST_STRETCHES:
         text += f"Of {len(found):,} waits and runs {MOST_STRETCHES:,} are shown, evenly spread. "
     return text.strip()
-
-
-def _row(one: Stretch, first: float) -> tuple[Cell, ...]:
-    return (one.row, one.job_id, one.kind, one.begin - first, one.end - first, one.ended_by)

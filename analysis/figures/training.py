@@ -53,15 +53,14 @@ def draw_training(run: RunContents) -> Drawing | Missing:
         title = f"{trainings[0].label}: {title[:1].lower()}{title[1:]}"
     marks = list(training_marks(trainings[0].metrics, run.events))
     has_accuracy = all(map(accuracies_of, trainings))
-    has_losses = any(losses_of(training, "test_loss") for training in trainings)
+    has_losses = any(scores_of(training, "test_loss") for training in trainings)
     if not has_accuracy and not has_losses:
         why = "the script's output shows no score; set workload.metric, or call tula.report"
         return Missing("training", "training", why, optional=True)
     # without any loss, as some scripts report only accuracy, there is no second panel
-    has_losses = has_losses or any(losses_of(training, "train_loss") for training in trainings)
-    with style.styled():
-        height, ratios = (5.0, (1, 1)) if has_accuracy and has_losses else (3.2, (1,))
-        figure, panels = style.new_figure(title, height, ratios=ratios)
+    has_losses = has_losses or any(scores_of(training, "train_loss") for training in trainings)
+    height, ratios = (5.0, (1, 1)) if has_accuracy and has_losses else (3.2, (1,))
+    with style.new_figure(title, height, ratios=ratios) as (figure, panels):
         ends_of_lines = []
         if has_losses:
             ends_of_lines = list(_draw_all(panels[-1], trainings, _draw_losses))
@@ -80,12 +79,12 @@ def draw_training(run: RunContents) -> Drawing | Missing:
 def _draw_all(
     axes: Axes,
     trainings: Sequence[Training],
-    draw: Callable[[Axes, Training, str], labels.EndLabel],
+    draw: Callable[[Axes, Training, str], tuple[float, float, str]],
 ) -> Iterator[labels.EndLabel]:
     for training, colour in zip(trainings, itertools.cycle(style.SIZES)):
-        end = draw(axes, training, colour.light)
+        x, y, text = draw(axes, training, colour.light)
         name = f" {training.label}" if len(trainings) > 1 else ""
-        yield end._replace(text=f"{end.text}{name}")
+        yield labels.EndLabel(x, y, style.Key(f"{text}{name}", colour=colour.light))
 
 
 def _caption(*, has_accuracy: bool, has_losses: bool, has_marks: bool) -> str:
@@ -135,32 +134,28 @@ def _epochs_of(metrics: Metrics, seen: Sequence[int]) -> list[float]:
 
 def accuracies_of(training: Training) -> list[tuple[int, float]]:
     """Return (epoch, test accuracy in percent) for each epoch with a known accuracy."""
-    known = []
-    for row in training.metrics.epochs:
-        if row.test_accuracy is not None:
-            known.append((row.epoch, 100 * row.test_accuracy))
-    return known
+    return [(epoch, 100 * share) for epoch, share in scores_of(training, "test_accuracy")]
 
 
-def losses_of(training: Training, name: str) -> list[tuple[int, float]]:
-    """Return (epoch, loss) for each epoch with a known loss of this name."""
+def scores_of(training: Training, name: str) -> list[tuple[int, float]]:
+    """Return (epoch, value) for each epoch with a known value of this field."""
     rows = [(row.epoch, getattr(row, name)) for row in training.metrics.epochs]
-    return [(epoch, loss) for epoch, loss in rows if loss is not None]
+    return [(epoch, value) for epoch, value in rows if value is not None]
 
 
-def _draw_accuracy(axes: Axes, training: Training, colour: str) -> labels.EndLabel:
+def _draw_accuracy(axes: Axes, training: Training, colour: str) -> tuple[float, float, str]:
     epochs, percent = zip(*accuracies_of(training), strict=True)
     axes.plot(epochs, percent, "o-", color=colour, markersize=3.5)
-    return labels.EndLabel(epochs[-1], percent[-1], f"{percent[-1]:.1f} %", colour)
+    return epochs[-1], percent[-1], f"{percent[-1]:.1f} %"
 
 
-def _draw_losses(axes: Axes, training: Training, colour: str) -> labels.EndLabel:
-    test = losses_of(training, "test_loss")
-    train = losses_of(training, "train_loss")
+def _draw_losses(axes: Axes, training: Training, colour: str) -> tuple[float, float, str]:
+    test = scores_of(training, "test_loss")
+    train = scores_of(training, "train_loss")
     axes.plot(*np.array(test or NOTHING).T, "o-", color=colour, markersize=3.5)
     axes.plot(*np.array(train or NOTHING).T, "--", **style.lone_mark(train), color=colour)
     epoch, last = (test or NOTHING)[-1]
-    return labels.EndLabel(epoch, last, format_number(last, 3), colour)
+    return epoch, last, format_number(last, 3)
 
 
 def _finish_loss_panel(loss: Axes) -> None:
@@ -171,10 +166,7 @@ def _finish_loss_panel(loss: Axes) -> None:
 
 
 def draw_marks(panels: Sequence[Axes], marks: Sequence[Mark]) -> None:
-    """Draw vertical lines through all panels, with names above the first panel.
-
-    Names that would overlap are written one above the other.
-    """
+    """Draw lines through all panels; names above the first are stacked where they would overlap."""
     left, right = panels[0].get_xlim()
     grey = style.MUTED.light
     row_ends: list[float] = []
@@ -245,28 +237,24 @@ def _training_table(trainings: Sequence[Training], marks: Sequence[Mark]) -> Tab
 
 def draw_gradient_scale(run: RunContents) -> Drawing | Missing:
     """Draw Δ(G) with its threshold, the gradient scale and the share of scaled steps."""
-    missing = Missing("gradient_scale", "gradient variability and scale", "")
-    if run.sweep is not None:
-        missing = missing._replace(optional=not run.sweep.training.scales)
-    if not run.trainings:
-        return missing._replace(why="training has not started yet")
-    scaled = (
-        [row for row in training.metrics.steps if row.scale_mean is not None]
-        for training in run.trainings
-    )
-    steps = next(filter(None, scaled), None)
-    if steps is None:
-        return missing._replace(why="training logged no gradient scale")
+    steps: list[StepMetrics] = []
+    for training in run.trainings:
+        steps = steps or [row for row in training.metrics.steps if row.scale_mean is not None]
+    if not steps:
+        why = "training has not started yet"
+        if run.trainings:
+            why = "training logged no gradient scale"
+        optional = run.sweep is not None and not run.sweep.training.scales
+        return Missing("gradient_scale", "gradient variability and scale", why, optional)
     gate = _gate(run.sweep)
     delta = None if gate == math.inf else gate
     title = _scale_title(steps, delta)
-    with style.styled():
-        figure, panels = style.new_figure(title, 5.6, ratios=(1.2, 1.2, 0.7))
+    with style.new_figure(title, 5.6, ratios=(1.2, 1.2, 0.7)) as (figure, panels):
         _draw_variability(panels[0], steps, delta)
         _draw_scale(panels[1], steps)
         _draw_share(panels[2], steps)
     table = _scale_table(steps)
-    return Drawing(missing.name, title, _scale_caption(gate), figure, table)
+    return Drawing("gradient_scale", title, _scale_caption(gate), figure, table)
 
 
 def _gate(sweep: SweepSpec | None) -> float | None:

@@ -19,12 +19,11 @@ from tests.run_factory import pages_alone
 from tests.study_factory import SWEEP, accuracy, make_study
 from tula_hpc.analysis.figures.drawing import Drawing, Missing
 from tula_hpc.analysis.figures.study.accuracy import (
-    column_style,
+    column_keys,
     delta_groups,
     draw_study_accuracy,
     draw_study_delta,
     draw_study_epochs,
-    line_style,
 )
 from tula_hpc.analysis.figures.study.results_table import draw_study_table
 from tula_hpc.analysis.figures.study.scales import (
@@ -458,7 +457,7 @@ def test_batches_are_in_order_whatever_the_files_order(tmp_path: Path) -> None:
 
 def test_more_methods_than_colours_and_long_names_can_be_distinguished() -> None:
     names = ["lbt", *(f"m{i}" for i in range(len(SIZES) + 1))]
-    looks = {(column_style(names, name).colour, line_style(names, name)) for name in names}
+    looks = {(key.colour, key.line) for key in column_keys(names, names)}
     assert len(looks) == len(names)
 
 

@@ -11,10 +11,16 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tula_hpc.analysis.figures import style
-from tula_hpc.analysis.figures.drawing import CONFIGURATION_COLUMNS, Cell, Drawing, Missing, Table
+from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table, configuration_cells
 from tula_hpc.analysis.run_contents import RunContents, candidate_of, used_bytes
 from tula_hpc.formatting import format_percent
 from tula_hpc.records import Configuration, Plan
+
+MARKS = (
+    "One marker per profiled configuration, from the smallest batch (left) to the largest within "
+    "each number of nodes; the bar is the median, the box holds the middle half. The model was "
+    "fitted to the filled markers"
+)
 
 
 class Error(NamedTuple):
@@ -46,15 +52,12 @@ def draw_prediction_error(run: RunContents) -> Drawing | Missing:
         why = "no candidate of the plan has been measured"
         return Missing("prediction_error", "prediction error", why)
     title = _error_title(steps, trainings)
-    with style.styled():
-        figure, (axes,) = style.new_figure(title, 3.4)
+    with style.new_figure(title, 3.4) as (figure, (axes,)):
         _draw_errors(axes, steps, trainings, run.cluster_sizes)
     caption = (
         "Predicted over measured time of a step, minus one: above zero the model is too slow, "
-        "below too fast. One marker per profiled configuration, from the smallest batch (left) to "
-        "the largest within each number of nodes; the bar is the median, the box holds the middle "
-        "half. The model was fitted to the filled markers, so that their errors are those of the "
-        "fit and not of predictions."
+        f"below too fast. {MARKS}, so that their errors are those of the fit and not of "
+        "predictions."
     )
     if not all(error.fitted for error in steps):
         caption += " Hollow markers above a number of nodes were measured after the plan."
@@ -81,16 +84,12 @@ def draw_memory_error(run: RunContents) -> Drawing | Missing:
         f"Predicted memory is off by {_median(errors)} (median), "
         f"{format_percent(abs(worst.relative))} at most ({worst.configuration.short})"
     )
-    with style.styled():
-        figure, (axes,) = style.new_figure(title, 3.0)
+    with style.new_figure(title, 3.0) as (figure, (axes,)):
         _draw_errors(axes, errors, (), run.cluster_sizes)
         axes.set_ylabel("error of the model's memory")
     caption = (
         "Predicted over measured peak memory of a worker, minus one: above zero the model expects "
-        "more than is used, which wastes memory but stops no training; below zero less. One marker "
-        "per profiled configuration, from the smallest batch (left) to the largest within each "
-        "number of nodes; the bar is the median, the box holds the middle half. The model was "
-        "fitted to the filled markers."
+        f"more than is used, which wastes memory but stops no training; below zero less. {MARKS}."
     )
     table = _error_table(errors, "memory", "bytes")
     return Drawing("memory_error", title, caption, figure, table)
@@ -132,7 +131,11 @@ def _draw_errors(
         names.append(f"N = {nodes}")
     for error in trainings:
         look = style.size_style(sizes, error.configuration.nodes)
-        _draw_training(axes, len(names), error, look)
+        at = len(names), 100 * error.relative
+        (star,) = axes.plot(*at, "*", color=look.colour, markersize=13)
+        star.set(markeredgecolor=style.INK.light, markeredgewidth=0.7)
+        text = format_percent(error.relative, signed=True)
+        style.annotate_near(axes, text, at, (9, 0), va="center", size=8.5)
         name = f"training {error.training}" if len(trainings) > 1 else "training"
         names.append("\n".join([name, *error.configuration.short.split(", ")]))
     axes.set_xticks(range(len(names)), names)
@@ -146,7 +149,7 @@ def _draw_errors(
     axes.set_ylabel("error of the model's time")
 
 
-def _draw_group(axes: Axes, x: int, group: Sequence[Error], look: style.SizeStyle) -> None:
+def _draw_group(axes: Axes, x: int, group: Sequence[Error], look: style.Key) -> None:
     errors = [100 * error.relative for error in group]
     colour = look.colour
     if len(errors) >= 4:
@@ -162,14 +165,6 @@ def _draw_group(axes: Axes, x: int, group: Sequence[Error], look: style.SizeStyl
             mark.set(markeredgecolor=style.PAPER.light, markeredgewidth=0.6)
         else:
             mark.set(fillstyle="none", markeredgewidth=1.4)
-
-
-def _draw_training(axes: Axes, x: int, error: Error, look: style.SizeStyle) -> None:
-    value = 100 * error.relative
-    (star,) = axes.plot([x], [value], "*", color=look.colour, markersize=13)
-    star.set(markeredgecolor=style.INK.light, markeredgewidth=0.7)
-    text = format_percent(error.relative, signed=True)
-    style.annotate_near(axes, text, (x, value), (9, 0), va="center", size=8.5)
 
 
 def _error_title(steps: Sequence[Error], trainings: Sequence[Error]) -> str:
@@ -202,18 +197,13 @@ def _median(errors: Sequence[Error]) -> str:
 def _error_table(
     errors: Sequence[Error], profiled: str = "profiled_step", unit: str = "s"
 ) -> Table:
-    columns = (
-        "quantity",
-        *CONFIGURATION_COLUMNS,
-        f"predicted_{unit}",
-        f"measured_{unit}",
-        "relative_error_percent",
-        "fitted",
-    )
-    rows: list[tuple[Cell, ...]] = []
+    rows = []
     for error in errors:
-        quantity = f"training_epoch {error.training}" if error.training else profiled
-        where = (*error.configuration, error.configuration.global_batch)
-        times = (error.predicted, error.measured, 100 * error.relative)
-        rows.append((quantity, *where, *times, error.fitted))
-    return Table(columns, rows)
+        cells: dict[str, Cell] = {"quantity": profiled}
+        if error.training:
+            cells["quantity"] = f"training_epoch {error.training}"
+        cells |= configuration_cells(error.configuration)
+        cells |= {f"predicted_{unit}": error.predicted, f"measured_{unit}": error.measured}
+        cells |= {"relative_error_percent": 100 * error.relative, "fitted": error.fitted}
+        rows.append(cells)
+    return Table.of(rows)

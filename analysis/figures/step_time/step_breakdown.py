@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
 
 from tula_hpc.analysis.figures import style
-from tula_hpc.analysis.figures.drawing import CONFIGURATION_COLUMNS, Cell, Drawing, Missing, Table
+from tula_hpc.analysis.figures.drawing import Drawing, Missing, Table, configuration_cells
 from tula_hpc.analysis.models.data_loading import loader_decides
 from tula_hpc.analysis.models.profiles import StepPartTimes, parts_of
 from tula_hpc.analysis.run_contents import RunContents
@@ -23,9 +23,15 @@ NOTABLE = 0.05
 EXCHANGE = 1.25
 
 
-PART_NAMES = ("data wait", "forward + backward", "optimizer", "rest (N > 1: synchronization)")
-PART_COLOURS = (style.DATA, style.COMPUTE, style.OPTIMIZER, style.SYNC)
-DATA, _, OPTIMIZER, REST = range(len(PART_NAMES))
+PARTS = {
+    "data wait": style.DATA,
+    "forward + backward": style.COMPUTE,
+    "optimizer": style.OPTIMIZER,
+    "rest (N > 1: synchronization)": style.SYNC,
+}
+# names of the parts in the table
+COLUMNS = ("data_wait", "forward_backward", "optimizer", "exposed_synchronization")
+DATA, _, OPTIMIZER, REST = range(len(PARTS))
 
 
 class Bar(NamedTuple):
@@ -60,15 +66,14 @@ def draw_step_breakdown(run: RunContents) -> Drawing | Missing:
     if not bars:
         return Missing("step_breakdown", "step breakdown", "no configuration has been measured yet")
     title = _breakdown_title(bars)
-    keys = []
-    for name, colour in zip(PART_NAMES, PART_COLOURS, strict=True):
-        keys.append(style.Key(name, marker="s", colour=colour.light))
+    keys = [style.Key(name, marker="s", colour=colour.light) for name, colour in PARTS.items()]
     exchanged = any(bar.allreduce_s for bar in bars)
     if exchanged:
         keys.append(style.Key("bare all-reduce, unhidden", marker="D", colour=style.INK.light))
-    rows = _with_gaps(bars)
-    with style.styled():
-        figure, (axes,) = style.new_figure(title, 1.25 + ROW_IN * len(rows))
+    shown = sorted({bar.configuration.nodes for bar in bars})
+    # a gap separates numbers of nodes
+    rows = {place + shown.index(bar.configuration.nodes): bar for place, bar in enumerate(bars)}
+    with style.new_figure(title, 1.25 + ROW_IN * (max(rows) + 1)) as (figure, (axes,)):
         _draw_bars(axes, rows, run.cluster_sizes)
         style.legend(axes, keys, left=-0.22)
     caption = _breakdown_caption(exchanged=exchanged)
@@ -96,41 +101,24 @@ def _breakdown_caption(*, exchanged: bool) -> str:
     )
 
 
-def _with_gaps(bars: Sequence[Bar]) -> list[Bar | None]:
-    rows: list[Bar | None] = []
-    for bar in bars:
-        previous = rows[-1] if rows else None
-        if previous is not None and previous.configuration.nodes != bar.configuration.nodes:
-            rows.append(None)
-        rows.append(bar)
-    return rows
-
-
-def _draw_bars(axes: Axes, rows: Sequence[Bar | None], sizes: list[int]) -> None:
-    names = {}
-    colours = []
-    widest = 1.0
-    for y, bar in enumerate(rows):
-        if bar is not None:
-            _draw_bar(axes, y, bar)
-            widest = max(widest, bar.unhidden_s / bar.step_s)
-            names[y] = bar.configuration.short
-            colours.append(style.size_style(sizes, bar.configuration.nodes).colour)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlim(0, widest * 1.16)
+def _draw_bars(axes: Axes, rows: Mapping[int, Bar], sizes: list[int]) -> None:
+    for y, bar in rows.items():
+        _draw_bar(axes, y, bar)
+    axes.set_ylim(max(rows) + 0.6, -0.6)
+    axes.set_xlim(0, 1.16 * max(1.0, *(bar.unhidden_s / bar.step_s for bar in rows.values())))
     style.named_ticks(axes, [0.0, 0.25, 0.5, 0.75, 1.0], lambda share: f"{100 * share:.0f} %")
     axes.set_xlabel("share of a step's time")
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x")
     axes.spines["left"].set_visible(False)
-    axes.set_yticks(list(names), list(names.values()))
-    for label, colour in zip(axes.get_yticklabels(), colours, strict=True):
-        label.set_color(colour)
+    axes.set_yticks(list(rows), [bar.configuration.short for bar in rows.values()])
+    for label, bar in zip(axes.get_yticklabels(), rows.values(), strict=True):
+        label.set_color(style.size_style(sizes, bar.configuration.nodes).colour)
 
 
 def _draw_bar(axes: Axes, y: int, bar: Bar) -> None:
     left = 0.0
-    for seconds, colour in zip(bar.parts, PART_COLOURS, strict=True):
+    for seconds, colour in zip(bar.parts, PARTS.values(), strict=True):
         axes.barh(y, seconds / bar.step_s, left=left, height=0.74, color=colour.light, linewidth=0)
         left += seconds / bar.step_s
     if bar.allreduce_s > 0:
@@ -142,10 +130,7 @@ def _draw_bar(axes: Axes, y: int, bar: Bar) -> None:
 
 
 def _breakdown_title(bars: Sequence[Bar]) -> str:
-    """Name the part, other than computing, with the largest share of any step.
-
-    The rest of a single worker's step is not named, since it exchanges no gradients.
-    """
+    """Name the part, other than computing, with the largest share of any step."""
     worst = max(bars, key=lambda bar: (bar.loader_decides, bar.share(DATA)))
     if worst.loader_decides:
         waiting = f"waiting for data takes {format_percent(worst.share(DATA))} of a step"
@@ -153,13 +138,14 @@ def _breakdown_title(bars: Sequence[Bar]) -> str:
     named = []
     for bar in bars:
         named += [(DATA, bar), (OPTIMIZER, bar)]
+        # a single worker exchanges no gradients
         if bar.configuration.world_size > 1:
             named.append((REST, bar))
     part, worst = max(named, key=lambda item: item[1].share(item[0]))
     share = format_percent(worst.share(part))
     if worst.share(part) < NOTABLE:
         return _calm_title(bars, share)
-    title = f"{_taken(part, worst, bars).format(share)} of a step at {worst.configuration.short}"
+    title = f"{_named(part, worst, bars)} takes {share} of a step at {worst.configuration.short}"
     if part == REST and worst.allreduce_s and not _is_exchange(worst, bars):
         title += f" (a bare all-reduce takes {format_percent(worst.allreduce_s / worst.step_s)})"
     others = [bar for other, bar in named if other == part]
@@ -172,13 +158,13 @@ def _breakdown_title(bars: Sequence[Bar]) -> str:
     return f"{title}, but {share} at {least.configuration.short}"
 
 
-def _taken(part: int, bar: Bar, bars: Sequence[Bar]) -> str:
-    """Return a part's title, with braces for its share; name the rest if its cause is known."""
+def _named(part: int, bar: Bar, bars: Sequence[Bar]) -> str:
+    """Return a part's name for the title; the rest is named by its cause if that is known."""
     if part != REST:
-        return "Waiting for data takes {}" if part == DATA else "The optimizer takes {}"
+        return "Waiting for data" if part == DATA else "The optimizer"
     if _is_exchange(bar, bars):
-        return "Exchanging gradients takes {}"
-    return "The rest besides data, computing and optimizer takes {}"
+        return "Exchanging gradients"
+    return "The rest besides data, computing and optimizer"
 
 
 def _is_exchange(bar: Bar, bars: Sequence[Bar]) -> bool:
@@ -199,25 +185,13 @@ def _calm_title(bars: Sequence[Bar], share: str) -> str:
 
 
 def _breakdown_table(bars: Sequence[Bar]) -> Table:
-    columns = (
-        *CONFIGURATION_COLUMNS,
-        "step_time_s",
-        "data_wait_s",
-        "forward_backward_s",
-        "optimizer_s",
-        "exposed_synchronization_s",
-        "bare_allreduce_s",
-        "data_wait_percent",
-        "forward_backward_percent",
-        "optimizer_percent",
-        "exposed_synchronization_percent",
-        "step_without_overlap_percent",
-    )
-    rows: list[tuple[Cell, ...]] = []
+    rows = []
     for bar in bars:
-        configuration = bar.configuration
-        seconds = (bar.step_s, *bar.parts, bar.allreduce_s)
-        shares = [100 * bar.share(part) for part in range(len(PART_NAMES))]
-        unhidden = 100 * bar.unhidden_s / bar.step_s
-        rows.append((*configuration, configuration.global_batch, *seconds, *shares, unhidden))
-    return Table(columns, rows)
+        cells = configuration_cells(bar.configuration)
+        cells["step_time_s"] = bar.step_s
+        cells |= {f"{name}_s": seconds for name, seconds in zip(COLUMNS, bar.parts, strict=True)}
+        cells["bare_allreduce_s"] = bar.allreduce_s
+        cells |= {f"{name}_percent": 100 * bar.share(part) for part, name in enumerate(COLUMNS)}
+        cells["step_without_overlap_percent"] = 100 * bar.unhidden_s / bar.step_s
+        rows.append(cells)
+    return Table.of(rows)

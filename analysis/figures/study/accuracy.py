@@ -5,22 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 
+from tula_hpc.analysis import study_results
 from tula_hpc.analysis.figures import labels, style
 from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
-from tula_hpc.analysis.study_results import (
-    Entry,
-    SeedMean,
-    StudyContents,
-    StudyTable,
-    no_result,
-    percent,
-    within_one_deviation,
-)
+from tula_hpc.analysis.study_results import Entry, SeedMean, StudyContents, StudyTable
 from tula_hpc.config import REFERENCE_COLUMN, SweepSpec, study_column
 from tula_hpc.formatting import format_number, in_percent, listed, plural
 
@@ -32,52 +24,36 @@ DASHES = (0, (5, 3))
 ACCURACY_COLUMNS = ("test_accuracy_percent", "deviation_percent")
 
 
-def column_style(columns: Sequence[str], name: str) -> style.SizeStyle:
-    """Return colour and marker of a method; plain training is grey."""
+def column_key(columns: Sequence[str], name: str) -> style.Key:
+    """Return the look of a method: plain training is grey, those beyond all colours are dotted."""
     if name == REFERENCE_COLUMN:
-        return style.SizeStyle(style.MUTED.light, "o")
-    return style.size_style(range(len(columns)), _others(columns).index(name))
-
-
-def line_style(columns: Sequence[str], name: str) -> Literal["-", ":"]:
-    """Return a method's line style: solid until the colours are used up, then dotted."""
-    if name == REFERENCE_COLUMN or _others(columns).index(name) < len(style.SIZES):
-        return "-"
-    return ":"
-
-
-def _others(columns: Sequence[str]) -> list[str]:
-    return [column for column in columns if column != REFERENCE_COLUMN]
+        return style.Key(name, "o", "-")
+    index = [column for column in columns if column != REFERENCE_COLUMN].index(name)
+    look = style.size_style(range(len(columns)), index)._replace(text=name, line="-")
+    if index >= len(style.SIZES):
+        look = look._replace(line=":")
+    return look
 
 
 def column_keys(columns: Sequence[str], names: Iterable[str]) -> list[style.Key]:
     """Return the legend's entries for the lines of some of the columns."""
-    keys = []
-    for name in names:
-        colour = column_style(columns, name).colour
-        keys.append(style.Key(name, line=line_style(columns, name), colour=colour))
-    return keys
+    return [column_key(columns, name)._replace(marker="") for name in names]
 
 
 def draw_study_accuracy(contents: StudyContents, table: StudyTable) -> Drawing | Missing:
     """Draw mean test accuracy against the global batch, in a band of one standard deviation."""
     lines: dict[str, list[Entry]] = {}
-    shown: list[Entry] = []
-    if table.reference:
-        shown.append(table.reference)
+    shown = [table.reference] if table.reference else []
     for name in table.columns:
-        for batch in table.batches:
-            entry = table.entries[name, batch]
-            if entry.test:
-                lines.setdefault(name, []).append(entry)
-                shown.append(entry)
+        if line := [entry for entry in table.line(name) if entry.test]:
+            lines[name] = line
+            shown += line
     if not lines:
-        return Missing("study_accuracy", "accuracy against batch", no_result(table))
+        return Missing("study_accuracy", "accuracy against batch", study_results.no_result(table))
     names = list(lines)
     at_ends = labels.have_room(names)
     title = _accuracy_title(table)
-    with style.styled():
-        figure, (axes,) = style.new_figure(title, 3.9)
+    with style.new_figure(title, 3.9) as (figure, (axes,)):
         right = 0.06 + 0.0145 * max(map(len, names)) if at_ends else 0.05
         style.batch_axis(axes, table.batches, "global batch B", right=right)
         accuracy_axis(axes, shown)
@@ -88,8 +64,7 @@ def draw_study_accuracy(contents: StudyContents, table: StudyTable) -> Drawing |
         if at_ends:
             labels.label_ends(axes, ends, across=across)
         else:
-            keys = [end.key for end in ends]
-            style.legend(axes, keys, left=-0.02)
+            style.legend(axes, [end.key for end in ends], left=-0.02)
     caption = (
         "Test accuracy at the end of training against the global batch; the mean over the seeds, "
         "in a band (or bar) of one standard deviation to each side. The dashed line is plain "
@@ -120,21 +95,19 @@ def accuracy_axis(axes: Axes, entries: Iterable[Entry]) -> None:
 
 
 def _draw_line(axes: Axes, entries: Sequence[Entry], columns: Sequence[str]) -> labels.EndLabel:
-    name = entries[0].column
-    colour, marker = column_style(columns, name)
-    line = line_style(columns, name)
+    key = column_key(columns, entries[0].column)
     batches = [entry.batch for entry in entries]
     means, deviations = np.array([_in_percent(entry.test) for entry in entries]).T
-    axes.plot(batches, means, line, marker=marker, color=colour, zorder=3)
+    axes.plot(batches, means, key.line, marker=key.marker, color=key.colour, zorder=3)
     partial = np.array([entry.diverged > 0 for entry in entries])
     hollow = np.array(batches)[partial], means[partial]
-    axes.plot(*hollow, marker, color=colour, markerfacecolor="white", zorder=4)
+    axes.plot(*hollow, key.marker, color=key.colour, markerfacecolor="white", zorder=4)
     if len(batches) > 1:
         band = means - deviations, means + deviations
-        axes.fill_between(batches, *band, color=colour, alpha=0.13, linewidth=0)
+        axes.fill_between(batches, *band, color=key.colour, alpha=0.13, linewidth=0)
     else:
-        axes.errorbar(batches, means, deviations, color=colour, capsize=3, linewidth=1.2)
-    return labels.EndLabel(batches[-1], float(means[-1]), name, colour, marker, line)
+        axes.errorbar(batches, means, deviations, color=key.colour, capsize=3, linewidth=1.2)
+    return labels.EndLabel(batches[-1], float(means[-1]), key)
 
 
 def _draw_small_batch(axes: Axes, small: Entry) -> float:
@@ -142,7 +115,7 @@ def _draw_small_batch(axes: Axes, small: Entry) -> float:
     mean, deviation = _in_percent(small.test)
     axes.axhspan(mean - deviation, mean + deviation, color=style.SHADE.light, zorder=0)
     axes.axhline(mean, color=style.INK.light, linewidth=1, linestyle=DASHES, zorder=1)
-    text = f"{small.column} at B = {small.batch:,}: {percent(small.test)}"
+    text = f"{small.column} at B = {small.batch:,}: {study_results.percent(small.test)}"
     # the text is at the right, since there is most room above large batches that lost accuracy
     right = ("axes fraction", "data")
     style.annotate_near(axes, text, (0.99, mean), (0, 4), xycoords=right, ha="right", size=8)
@@ -157,10 +130,10 @@ def _accuracy_title(table: StudyTable) -> str:
         return "Test accuracy against the global batch"
     names = [entry.column for entry in leaders]
     reach = "reach" if len(names) > 1 else "reaches"
-    title = f"At B = {largest:,} {listed(names)} {reach} {percent(leaders[0].test)}"
+    title = f"At B = {largest:,} {listed(names)} {reach} {study_results.percent(leaders[0].test)}"
     if plain is None or plain.test is None or REFERENCE_COLUMN in names:
         return title
-    return f"{title}, plain large-batch training {percent(plain.test)}"
+    return f"{title}, plain large-batch training {study_results.percent(plain.test)}"
 
 
 def _accuracy_table(entries: Iterable[Entry]) -> Table:
@@ -187,7 +160,7 @@ def draw_study_epochs(contents: StudyContents, table: StudyTable) -> Drawing | M
             if curve:
                 panels_of.setdefault(batch, {})[name] = curve
     if not panels_of:
-        why = no_result(table)
+        why = study_results.no_result(table)
         if any(entry.missing for entry in table.entries.values()):
             why = "no training has finished an epoch yet"
         return Missing("study_epochs", "accuracy over the epochs", why)
@@ -199,8 +172,7 @@ def draw_study_epochs(contents: StudyContents, table: StudyTable) -> Drawing | M
     purpose = "were the trainings long enough to compare their ends?"
     title = f"Test accuracy over the epochs: {purpose}"
     count = len(panels_of)
-    with style.styled():
-        figure, panels = style.new_figure(title, 0.6 + 2.1 * count, ratios=[1] * count)
+    with style.new_figure(title, 0.6 + 2.1 * count, ratios=[1] * count) as (figure, panels):
         for axes, (batch, curves) in zip(panels, panels_of.items(), strict=True):
             _draw_curves(axes, curves, small, table)
             axes.set_ylabel(f"test accuracy, %\nB = {batch:,}")
@@ -243,10 +215,10 @@ def _draw_curves(
     axes: Axes, curves: dict[str, EpochCurve], small: EpochCurve, table: StudyTable
 ) -> None:
     for name, curve in curves.items():
-        colour = column_style(table.columns, name).colour
-        line = line_style(table.columns, name)
+        key = column_key(table.columns, name)
+        line = zip(*curve, strict=True)
         look = style.lone_mark(curve)
-        axes.plot(*zip(*curve, strict=True), line, color=colour, linewidth=1.3, **look)
+        axes.plot(*line, key.line, color=key.colour, linewidth=1.3, **look)
     if small:
         (dashed,) = axes.plot(*zip(*small, strict=True), color=style.INK.light, linewidth=1)
         dashed.set(linestyle=DASHES, **style.lone_mark(small))
@@ -269,11 +241,8 @@ def _curve_table(panels_of: dict[int, dict[str, EpochCurve]]) -> Table:
 GATED = ("ags", "static")
 
 
-class DeltaPoint(NamedTuple):
-    """One column at one batch."""
-
-    delta: float
-    entry: Entry
+# δ with the entry that has it, ascending; all of one batch
+DeltaLine = list[tuple[float, Entry]]
 
 
 def delta_groups(contents: StudyContents) -> list[dict[float, str]]:
@@ -304,17 +273,16 @@ def draw_study_delta(contents: StudyContents, table: StudyTable) -> Drawing | Mi
         return Missing("study_delta", "ablation of δ", why)
     title = _delta_title(lines)
     points = [point for line in lines for point in line]
-    deltas = sorted({point.delta for point in points})
-    with style.styled():
-        figure, (axes,) = style.new_figure(title, 3.4)
+    deltas = sorted({delta for delta, _ in points})
+    with style.new_figure(title, 3.4) as (figure, (axes,)):
         axes.set_xscale("log")
         ends = [_draw_delta_line(axes, line, table) for line in lines]
-        at_ends = labels.have_room([end.text for end in ends])
+        at_ends = labels.have_room([end.key.text for end in ends])
         for_names = (deltas[-1] / deltas[0]) ** 0.22 if at_ends else 1.0
         axes.set_xlim(deltas[0] / 1.15, deltas[-1] * for_names * 1.1)
         style.named_ticks(axes, deltas, lambda delta: format_number(delta, 3))
         axes.set_xlabel("threshold δ of the gradient's relative change Δ(G)")
-        accuracy_axis(axes, [point.entry for point in points])
+        accuracy_axis(axes, [entry for _, entry in points])
         if at_ends:
             labels.label_ends(axes, ends)
         else:
@@ -327,45 +295,44 @@ def draw_study_delta(contents: StudyContents, table: StudyTable) -> Drawing | Mi
     return Drawing("study_delta", title, caption, figure, _delta_table(points))
 
 
-def _delta_lines(contents: StudyContents, table: StudyTable) -> list[list[DeltaPoint]]:
+def _delta_lines(contents: StudyContents, table: StudyTable) -> list[DeltaLine]:
     lines = []
     for group in delta_groups(contents):
         for batch in table.batches:
-            line = []
-            for delta, name in sorted(group.items()):
-                entry = table.entries[name, batch]
-                if entry.test:
-                    line.append(DeltaPoint(delta, entry))
+            entries = [(delta, table.entries[name, batch]) for delta, name in sorted(group.items())]
+            line = [(delta, entry) for delta, entry in entries if entry.test]
             if len(line) > 1:
                 lines.append(line)
     return lines
 
 
-def _draw_delta_line(axes: Axes, line: Sequence[DeltaPoint], table: StudyTable) -> labels.EndLabel:
-    batch = line[0].entry.batch
-    colour, marker = style.size_style(table.batches, batch)
-    rows = [(point.delta, *_in_percent(point.entry.test)) for point in line]
+def _draw_delta_line(axes: Axes, line: DeltaLine, table: StudyTable) -> labels.EndLabel:
+    batch = line[0][1].batch
+    look = style.size_style(table.batches, batch)._replace(text=f"B = {batch:,}", line="-")
+    rows = [(delta, *_in_percent(entry.test)) for delta, entry in line]
     deltas, means, bars = zip(*rows, strict=True)
-    axes.errorbar(deltas, means, bars, fmt=f"{marker}-", color=colour, capsize=3, elinewidth=1)
-    return labels.EndLabel(deltas[-1], means[-1], f"B = {batch:,}", colour, marker)
+    axes.errorbar(
+        deltas, means, bars, fmt=f"{look.marker}-", color=look.colour, capsize=3, elinewidth=1
+    )
+    return labels.EndLabel(deltas[-1], means[-1], look)
 
 
-def _delta_title(lines: Sequence[Sequence[DeltaPoint]]) -> str:
-    line = max(lines, key=lambda points: points[0].entry.batch)
+def _delta_title(lines: Sequence[DeltaLine]) -> str:
+    line = max(lines, key=lambda line: line[0][1].batch)
     # a mean without its diverged runs cannot be compared
-    sound = [point for point in line if not point.entry.diverged] or line
-    best = max(sound, key=lambda point: _in_percent(point.entry.test)[0])
-    others = [p for p in sound if p is not best and within_one_deviation(p.entry, best.entry)]
-    which = f"{best.entry.column} with δ = {format_number(best.delta, 3)}"
-    title = f"At B = {best.entry.batch:,}, {which} has the highest of {len(line)} means"
+    sound = [(delta, entry) for delta, entry in line if not entry.diverged] or line
+    delta, best = max(sound, key=lambda point: _in_percent(point[1].test)[0])
+    others = [e for _, e in sound if e is not best and study_results.within_one_deviation(e, best)]
+    which = f"{best.column} with δ = {format_number(delta, 3)}"
+    title = f"At B = {best.batch:,}, {which} has the highest of {len(line)} means"
     if not others:
         return title
     verb = "is" if len(others) == 1 else "are"
     return f"{title}; {plural(len(others), 'other')} {verb} within its standard deviation"
 
 
-def _delta_table(points: Iterable[DeltaPoint]) -> Table:
-    rows: list[tuple[Cell, ...]] = []
-    for delta, entry in points:
-        rows.append((entry.column, delta, entry.batch, *_in_percent(entry.test)))
+def _delta_table(points: DeltaLine) -> Table:
+    rows: list[tuple[Cell, ...]] = [
+        (entry.column, delta, entry.batch, *_in_percent(entry.test)) for delta, entry in points
+    ]
     return Table(("method", "delta", "global_batch_samples", *ACCURACY_COLUMNS), rows)

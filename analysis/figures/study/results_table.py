@@ -9,20 +9,10 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
+from tula_hpc.analysis import study_results
 from tula_hpc.analysis.figures import style
 from tula_hpc.analysis.figures.drawing import Drawing, Missing, Table
-from tula_hpc.analysis.study_results import (
-    CSV_COLUMNS,
-    Entry,
-    StudyContents,
-    StudyTable,
-    answer,
-    csv_rows,
-    no_result,
-    percent,
-    signed,
-    within_one_deviation,
-)
+from tula_hpc.analysis.study_results import Entry, StudyContents, StudyTable
 from tula_hpc.config import REFERENCE_COLUMN
 from tula_hpc.formatting import plural
 
@@ -47,13 +37,11 @@ BACK = (
 
 
 def draw_study_table(contents: StudyContents, table: StudyTable) -> Drawing | Missing:
-    """Draw test accuracy, train accuracy and the recovered share in a cell per method and batch.
-
-    The higher the test accuracy, the darker the cell.
-    """
+    """Draw accuracies and the recovered share in a cell per method and batch, darker if better."""
     if not any(entry.settled for entry in table.entries.values()):
-        return Missing("study_table", "table of methods and batches", no_result(table))
-    title = answer(table).removesuffix(".")
+        why = study_results.no_result(table)
+        return Missing("study_table", "table of methods and batches", why)
+    title = study_results.answer(table).removesuffix(".")
     explain_back = any(map(_is_recovered, table.entries.values()))
     # as few blocks as possible, of about equal length
     count = math.ceil(len(table.batches) / MOST_ACROSS)
@@ -64,8 +52,7 @@ def draw_study_table(contents: StudyContents, table: StudyTable) -> Drawing | Mi
         lines += 1
     if explain_back:
         lines += NOTE_ROWS
-    with style.styled():
-        figure, (axes,) = style.new_figure(title, ROW_IN * lines + KEYS_IN)
+    with style.new_figure(title, ROW_IN * lines + KEYS_IN) as (figure, (axes,)):
         axes.set_axis_off()
         axes.set_xlim(0, 1)
         axes.set_ylim(lines, 0)
@@ -77,7 +64,7 @@ def draw_study_table(contents: StudyContents, table: StudyTable) -> Drawing | Mi
         if explain_back:
             axes.text(0, lines - 0.5, BACK, va="center", size=8, color=style.MUTED.light)
         style.legend(axes, _mark_keys(table), left=0.0)
-    numbers = Table(CSV_COLUMNS, csv_rows(table))
+    numbers = Table(study_results.CSV_COLUMNS, study_results.csv_rows(table))
     return Drawing("study_table", title, _caption(contents), figure, numbers)
 
 
@@ -127,7 +114,7 @@ def _draw_batch(
         box = (left + 0.04 * width, top + 0.06 + row), 0.92 * width, 0.88
         fill = Rectangle(*box, color=style.SIZES[5].light, alpha=DARKEST * share, linewidth=0)
         axes.add_patch(fill)
-        leads = best is not None and within_one_deviation(entry, best)
+        leads = best is not None and study_results.within_one_deviation(entry, best)
         if leads or entry.mark == "worst":
             edge = style.INK.light if leads else style.ALERT.light
             axes.add_patch(Rectangle(*box, fill=False, edgecolor=edge, linewidth=1.4))
@@ -137,7 +124,7 @@ def _draw_batch(
 def _write_cell(axes: Axes, entry: Entry, x: float, y: float, *, roomy: bool) -> None:
     text = "diverged" if entry.diverged else "no result"
     if entry.test:
-        text = percent(entry.test)
+        text = study_results.percent(entry.test)
     lines = [*_achieved(entry), *_counts(entry)]
     if roomy:
         lines = list(filter(None, (", ".join(_achieved(entry)), ", ".join(_counts(entry)))))
@@ -171,7 +158,7 @@ def _achieved(entry: Entry) -> list[str]:
     if entry.train:
         parts.append(f"train {100 * entry.train.mean:.1f}")
     if entry.recovered is not None and _is_recovered(entry):
-        parts.append(f"{signed(entry.recovered)} back")
+        parts.append(f"{study_results.signed(entry.recovered)} back")
     return parts
 
 
@@ -184,7 +171,8 @@ def _counts(entry: Entry) -> list[str]:
 
 
 def _draw_reference(axes: Axes, small: Entry, y: float) -> None:
-    text = f"small batch: {small.column} at B = {small.batch:,}: {percent(small.test)}"
+    reached = study_results.percent(small.test)
+    text = f"small batch: {small.column} at B = {small.batch:,}: {reached}"
     text = ", ".join([text, *_achieved(small)])
     axes.text(0, y, text, va="center", color=style.INK.light)
 

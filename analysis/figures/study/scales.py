@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tula_hpc.analysis.figures import style
 from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
-from tula_hpc.analysis.figures.study.accuracy import column_keys, column_style, line_style
+from tula_hpc.analysis.figures.study.accuracy import column_key, column_keys
 from tula_hpc.analysis.figures.training import describe_range
 from tula_hpc.analysis.study_results import StudyContents, StudyTable
 from tula_hpc.formatting import format_number
@@ -51,8 +51,7 @@ def draw_study_scale(contents: StudyContents, table: StudyTable) -> Drawing | Mi
     # a factor of 0 has no logarithm
     wide = bool(0 < everything.min() < everything.max() / style.LOG_RATIO)
     label = "factor on the gradient, mean over parameters"
-    with style.styled():
-        figure, panels = style.new_figure(title, 0.6 + 1.7 * count, ratios=[1] * count)
+    with style.new_figure(title, 0.6 + 1.7 * count, ratios=[1] * count) as (figure, panels):
         if wide:
             style.amount_axis(panels[-1], everything, label)
         else:
@@ -114,10 +113,10 @@ def _draw_scales_of_batch(
     at = np.linspace(least, everything.max() + margin, POINTS)
     x = np.exp(at) if wide else at
     for name, values in drawn.items():
-        colour = column_style(columns, name).colour
+        key = column_key(columns, name)
         heights = density(values, at)
-        axes.plot(x, heights, line_style(columns, name), color=colour)
-        axes.fill_between(x, heights, color=colour, alpha=0.12, linewidth=0)
+        axes.plot(x, heights, key.line, color=key.colour)
+        axes.fill_between(x, heights, color=key.colour, alpha=0.12, linewidth=0)
     axes.axvline(1, color=style.MUTED.light, linewidth=1)
     axes.set_ylim(bottom=0)
 

@@ -29,16 +29,16 @@ MOST_KEYS = 32
 
 
 class Quantity(NamedTuple):
-    """The quantity on the y axis."""
+    """The quantity on the y axis, by default a duration."""
 
     # name of the figure's files without suffix
     name: str
-    column: str
-    # name of the field of Candidate
+    # name of the field of Candidate, and of the table's column unless `column` is
     field: str
     label: str
-    write: Callable[[float], str]
-    durations: bool
+    column: str = ""
+    write: Callable[[float], str] = format_duration
+    durations: bool = True
 
 
 class Point(NamedTuple):
@@ -101,9 +101,7 @@ def draw_epoch_time(run: RunContents) -> Drawing | Missing:
         curves = curves._replace(knee=run.plan.knee)
     if not curves.measured and not curves.predicted:
         return Missing("epoch_time", "epoch time", "no configuration has been measured yet")
-    field = "epoch_time_s"
-    label = "time of an epoch"
-    quantity = Quantity("epoch_time", field, field, label, format_duration, durations=True)
+    quantity = Quantity("epoch_time", "epoch_time_s", "time of an epoch")
     caption = (
         "Time of an epoch, against the number of samples that all nodes together process per step. "
         "Lower is better; one colour per number of nodes N."
@@ -121,9 +119,9 @@ def draw_cost(run: RunContents) -> Drawing | Missing:
     currency = run.plan.chosen.currency
     quantity = Quantity(
         "cost",
-        f"cost_{currency.lower()}",
         "cost",
         f"cost of the training, {currency}",
+        f"cost_{currency.lower()}",
         lambda amount: format_money(amount, currency),
         durations=False,
     )
@@ -141,8 +139,7 @@ def draw_progress(run: RunContents) -> Drawing | Missing:
     heading = "time to the same progress"
     if run.plan is None or run.plan.chosen.progress_time_s is None:
         return Missing("progress", heading, "no gradient noise was measured")
-    field = "progress_time_s"
-    quantity = Quantity("progress", field, field, heading, format_duration, durations=True)
+    quantity = Quantity("progress", "progress_time_s", heading)
     chosen = run.plan.chosen
     feasible = [c for c in run.plan.candidates if c.feasible and c.progress_time_s]
     best = min(feasible, key=lambda c: c.progress_time_s or math.inf, default=chosen)
@@ -156,7 +153,7 @@ def draw_progress(run: RunContents) -> Drawing | Missing:
         "training.base_batch, if gradients are not scaled: beyond the critical batch, a larger "
         "batch learns less from each sample. Noise measured early in training overstates this."
     )
-    return _draw(run, _curves(run, [], field), quantity, title, caption)
+    return _draw(run, _curves(run, [], quantity.field), quantity, title, caption)
 
 
 def _curves(run: RunContents, measured: list[Point], field: str) -> Curves:
@@ -184,12 +181,11 @@ def _draw(
 ) -> Drawing:
     sizes = run.cluster_sizes
     ends = list(_end_labels(curves, sizes))
-    at_ends = labels.have_room([end.text for end in ends], MOST_NAMES)
+    at_ends = labels.have_room([end.key.text for end in ends], MOST_NAMES)
     values: list[float] = []
     for point in (*curves.measured, *curves.predicted):
         values += point.interval
-    with style.styled():
-        figure, (axes,) = style.new_figure(title, 3.7)
+    with style.new_figure(title, 3.7) as (figure, (axes,)):
         style.batch_axis(axes, curves.batches, style.BATCH_LABEL, right=0.13 if at_ends else 0.05)
         style.value_axis(axes, values, label=quantity.label, durations=quantity.durations)
         _shade_infeasible(axes, curves)
@@ -201,11 +197,11 @@ def _draw(
         _draw_out_of_memory(axes, curves, sizes)
         taken = labels.label_ends(axes, ends if at_ends else [])
         _mark_chosen(axes, curves, quantity, taken)
-        if at_ends:
-            style.legend(axes, _keys(curves))
-        else:
+        named = []
+        if not at_ends:
             every = -(-len(ends) // MOST_KEYS)
-            style.legend(axes, [*(end.key for end in ends[::every]), *_keys(curves)])
+            named = [end.key for end in ends[::every]]
+        style.legend(axes, [*named, *_keys(curves)])
     caption = " ".join([caption, *_explain_marks(curves)])
     return Drawing(quantity.name, title, caption, figure, _table(curves, quantity))
 
@@ -227,7 +223,7 @@ def _draw_predicted(axes: Axes, line: list[Point], colour: str) -> None:
     axes.plot(batches, np.where(feasible, values, np.nan), "-", color=colour, zorder=3, **mark)
 
 
-def _draw_measured(axes: Axes, points: list[Point], look: style.SizeStyle) -> None:
+def _draw_measured(axes: Axes, points: list[Point], look: style.Key) -> None:
     if not points:
         return
     batches, values, low, high = _columns(points)
@@ -303,24 +299,24 @@ def _end_labels(curves: Curves, sizes: list[int]) -> Iterable[labels.EndLabel]:
         if points:
             last = max(points, key=lambda point: point.configuration.local_batch)
             end = last.configuration.global_batch, last.interval.value
-            yield labels.EndLabel(*end, f"N = {nodes}", *style.size_style(sizes, nodes))
+            look = style.size_style(sizes, nodes)._replace(line="-")
+            yield labels.EndLabel(*end, look)
 
 
-def _keys(curves: Curves) -> list[style.Key]:
-    keys = []
+def _keys(curves: Curves) -> Iterable[style.Key]:
     if curves.measured:
-        keys.append(style.Key("measured", marker="o"))
+        yield style.Key("measured", marker="o")
     if curves.predicted:
-        keys += [style.Key("predicted", line="-"), style.Key("90 % interval", line="-", band=True)]
+        yield style.Key("predicted", line="-")
+        yield style.Key("90 % interval", line="-", band=True)
     if curves.has_infeasible:
-        keys.append(style.Key("not feasible", line=":"))
+        yield style.Key("not feasible", line=":")
     if curves.out_of_memory:
-        keys.append(style.Key("ran out of memory", marker="x"))
+        yield style.Key("ran out of memory", marker="x")
     if curves.knee and curves.knee_batch is not None:
         name = "knee, 90 % interval" if curves.knee.interval_90 is not None else "knee"
         # its band would look like that of the predictions
-        keys.append(style.Key(name, line="--"))
-    return keys
+        yield style.Key(name, line="--")
 
 
 def _explain_marks(curves: Curves) -> Iterable[str]:
@@ -408,7 +404,7 @@ def _compare_times(item: Candidate, chosen: Candidate) -> str:
 
 
 def _table(curves: Curves, quantity: Quantity) -> Table:
-    column = quantity.column
+    column = quantity.column or quantity.field
     values = (column, f"low_{column}", f"high_{column}")
     columns = ("mark", *CONFIGURATION_COLUMNS, *values, "feasible", "chosen")
     chosen = curves.chosen.configuration if curves.chosen else None

@@ -8,21 +8,11 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from tula_hpc.analysis.figures import labels, style
-from tula_hpc.analysis.figures.drawing import CONFIGURATION_COLUMNS, Cell, Drawing, Missing, Table
+from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table, configuration_cells
 from tula_hpc.analysis.run_contents import RunContents
 from tula_hpc.formatting import format_duration, format_money, format_percent, plural
 from tula_hpc.records import Candidate, Plan
 
-COLUMNS = (
-    "partition",
-    *CONFIGURATION_COLUMNS,
-    "wall_time_s",
-    "cost",
-    "currency",
-    "feasible",
-    "pareto",
-    "chosen",
-)
 # candidates beyond this multiple of the front's longest time or highest cost are not drawn
 TALLEST = 100
 
@@ -43,8 +33,7 @@ def draw_pareto(run: RunContents) -> Drawing | Missing:
         costs.append(item.cost)
         times.append(item.wall_time_s)
         lines.append([(item.cost, item.wall_time_s)])
-    with style.styled():
-        figure, (axes,) = style.new_figure(title, 3.7)
+    with style.new_figure(title, 3.7) as (figure, (axes,)):
         style.value_axis(axes, times, label="expected time of the training", durations=True)
         style.amount_axis(axes, costs, f"cost of the training, {chosen.currency}")
         for _, group in sorted(marks.items(), key=lambda entry: entry[0]):
@@ -57,7 +46,7 @@ def draw_pareto(run: RunContents) -> Drawing | Missing:
         labels.mark_chosen(axes, here, text, lines=lines, taken=labels.label_ends(axes, []))
         keys = _front_keys(run, plan, drawn)
         style.legend(axes, keys)
-    table = Table(COLUMNS, [_row(plan, item) for item in plan.candidates])
+    table = Table.of([_row(plan, item) for item in plan.candidates])
     return Drawing("pareto", title, _caption(plan), figure, table)
 
 
@@ -79,7 +68,7 @@ def _partitions(plan: Plan) -> list[str]:
     return names if len(names) > 1 else []
 
 
-def _look(run: RunContents, plan: Plan, item: Candidate) -> style.SizeStyle:
+def _look(run: RunContents, plan: Plan, item: Candidate) -> style.Key:
     """Return the style of a cluster size; the shape is the partition's, if there are several."""
     look = style.size_style(run.cluster_sizes, item.nodes)
     names = _partitions(plan)
@@ -88,7 +77,7 @@ def _look(run: RunContents, plan: Plan, item: Candidate) -> style.SizeStyle:
     return look._replace(marker=style.partition_marker(names.index(item.partition)))
 
 
-def _draw_group(axes: Axes, items: list[Candidate], look: style.SizeStyle) -> None:
+def _draw_group(axes: Axes, items: list[Candidate], look: style.Key) -> None:
     for feasible in (True, False):
         mine = [(item.cost, item.wall_time_s) for item in items if item.feasible == feasible]
         costs, times = np.array(mine).reshape(-1, 2).T
@@ -105,12 +94,10 @@ def _front_keys(run: RunContents, plan: Plan, drawn: list[Candidate]) -> list[st
     for nodes in run.cluster_sizes:
         if nodes in shown:
             look = style.size_style(run.cluster_sizes, nodes)
-            marker = "o" if names else look.marker
-            keys.append(style.Key(f"N = {nodes}", marker, colour=look.colour))
+            keys.append(look._replace(marker="o") if names else look)
     if len(keys) > 8:
         keys = []
-    for index, name in enumerate(names):
-        keys.append(style.Key(name, style.partition_marker(index)))
+    keys += [style.Key(name, style.partition_marker(index)) for index, name in enumerate(names)]
     if any(not item.feasible for item in drawn):
         keys.append(style.Key("not feasible", marker="o", hollow=True))
     if len(plan.pareto) > 1:
@@ -164,7 +151,14 @@ def _caption(plan: Plan) -> str:
     return f"{text}not: {_where(better)} would take {sooner} less time at no higher cost."
 
 
-def _row(plan: Plan, item: Candidate) -> tuple[Cell, ...]:
-    where = (item.partition, *item.configuration, item.global_batch)
-    costs = (item.wall_time_s, item.cost, item.currency)
-    return (*where, *costs, item.feasible, item.pareto, item == plan.chosen)
+def _row(plan: Plan, item: Candidate) -> dict[str, Cell]:
+    return {
+        "partition": item.partition,
+        **configuration_cells(item.configuration),
+        "wall_time_s": item.wall_time_s,
+        "cost": item.cost,
+        "currency": item.currency,
+        "feasible": item.feasible,
+        "pareto": item.pareto,
+        "chosen": item == plan.chosen,
+    }

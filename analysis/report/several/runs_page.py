@@ -5,21 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from tula_hpc.analysis import run_contents
 from tula_hpc.analysis.report.bill_text import bill_of
 from tula_hpc.analysis.report.first_page import first_page
 from tula_hpc.analysis.report.output import figure_files, prepare_folder, render_page, replace_files
 from tula_hpc.analysis.report.page import shared_content
 from tula_hpc.analysis.report.tables import TextTable, format_interval
-from tula_hpc.analysis.run_contents import (
-    RunContents,
-    as_planned,
-    holds_study,
-    leaves,
-    measured_epochs,
-    read_run,
-)
+from tula_hpc.analysis.run_contents import RunContents
 from tula_hpc.config import SweepSpec
 from tula_hpc.errors import InputError
 from tula_hpc.files import loaded_elsewhere
@@ -50,13 +44,6 @@ QUANTITIES = (
 )
 
 
-class NamedRun(NamedTuple):
-    """A run with a name that is unique on the page."""
-
-    name: str
-    contents: RunContents
-
-
 def write_runs_report(runs: Sequence[RunDirectory], folder: Path | None = None) -> list[Path]:
     """Write runs.html with its figure as SVG, PNG and CSV, and return the files, runs.html first.
 
@@ -72,32 +59,38 @@ def write_runs_report(runs: Sequence[RunDirectory], folder: Path | None = None) 
     # before the figure, which takes seconds
     prepare_folder(place)
     drawn = Figures([], [])
-    curves = [curve_of(run.name, run.contents.in_figures()) for run in named]
+    curves = [curve_of(run.in_figures()) for run in named]
     drawn.add(attempt(NAME, draw_run_curves, curves))
     figures = figure_files(drawn.drawings)
     page = shared_content(" · ".join(run.name for run in named), (), drawn, figures)
-    page |= runs_content(named)
+    page |= {
+        "subtitle": "Runs side by side: decisions, predicted and actual",
+        "decisions": [(run.name, first_page(run).decision) for run in named],
+        "runs": runs_table(named),
+        "differences": differences(named),
+    }
     files = {"runs.html": render_page(TEMPLATE, page).encode()} | figures
     return replace_files(place, [NAME], files)
 
 
-def read_runs(runs: Sequence[RunDirectory]) -> list[NamedRun]:
-    """Read runs; refuse a study, a run that is named twice, and work that is not the same."""
+def read_runs(runs: Sequence[RunDirectory]) -> list[RunContents]:
+    """Read runs under different names; refuse a study, the same run twice, and different work."""
     roots = [run.root.resolve() for run in runs]
     for run, root in zip(runs, roots, strict=True):
         if roots.count(root) > 1:
             raise InputError("is named twice; name each run once", source=run.root)
-        if run.root.is_dir() and holds_study(run):
+        if run.root.is_dir() and run_contents.holds_study(run):
             raise InputError(
                 "is a study, and only sweeps are shown side by side; leave it out", source=run.root
             )
-    contents = list(map(read_run, runs))
+    contents = list(map(run_contents.read_run, runs))
     _refuse_other_work(runs, contents)
     names = [root.name for root in roots]
     found = []
-    for root, name, each in zip(roots, names, contents, strict=True):
-        is_alone = names.count(name) == 1
-        found.append(NamedRun(name if is_alone else f"{root.parent.name}/{name}", each))
+    for root, each in zip(roots, contents, strict=True):
+        is_alone = names.count(root.name) == 1
+        name = root.name if is_alone else f"{root.parent.name}/{root.name}"
+        found.append(each._replace(name=name))
     return found
 
 
@@ -133,20 +126,9 @@ def _work_of(sweep: SweepSpec | None) -> dict[str, str]:
     return facts
 
 
-def runs_content(named: Sequence[NamedRun]) -> dict[str, Any]:
-    """Return the content of the page apart from its figure."""
-    pages = [(run.name, first_page(run.contents)) for run in named]
-    return {
-        "subtitle": "Runs side by side: decisions, predicted and actual",
-        "decisions": [(name, page.decision) for name, page in pages],
-        "runs": runs_table(named),
-        "differences": differences(named),
-    }
-
-
-def runs_table(named: Sequence[NamedRun]) -> TextTable:
+def runs_table(named: Sequence[RunContents]) -> TextTable:
     """Return a row for each quantity that a run has, a column for each run."""
-    facts = [{**dict(_planned(run.contents)), **dict(_done(run.contents))} for run in named]
+    facts = [{**dict(_planned(run)), **dict(_done(run))} for run in named]
     rows: list[tuple[str, ...]] = []
     for quantity in QUANTITIES:
         cells = [each.get(quantity, UNKNOWN) for each in facts]
@@ -178,9 +160,9 @@ def _planned(run: RunContents) -> Iterator[tuple[str, str]]:
     paid = chosen.predicted("cost")
     cost, least, most = (format_money(amount, chosen.currency) for amount in paid)
     yield "cost, predicted (90 %)", cost if paid.low == paid.high else f"{cost}\n{least} – {most}"
-    comparable = as_planned(run.ok, run.plan)
+    comparable = run_contents.as_planned(run.ok, run.plan)
     here = [row for row in comparable if row.partition == chosen.partition]
-    profiled = measured_epochs(here, run.plan.dataset_samples)
+    profiled = run_contents.measured_epochs(here, run.plan.dataset_samples)
     if chosen.configuration in profiled:
         seconds = profiled[chosen.configuration]
         yield "epoch, measured", f"{format_duration(seconds)}\nprofiled"
@@ -199,9 +181,9 @@ def _done(run: RunContents) -> Iterator[tuple[str, str]]:
             yield "score", format_score(result.test_accuracy, result.test_loss)
 
 
-def differences(named: Sequence[NamedRun]) -> TextTable:
+def differences(named: Sequence[RunContents]) -> TextTable:
     """Return the settings of sweep and cluster files in which the runs differ."""
-    settings = [_settings(run.contents) for run in named]
+    settings = [_settings(run) for run in named]
     keys = dict.fromkeys(key for each in settings for key in each)
     rows: list[tuple[str, ...]] = []
     for key in keys:
@@ -224,7 +206,7 @@ def _settings(run: RunContents) -> dict[str, str]:
         own = {"environment", "sbatch", "setup"}
         tables["cluster"] = run.cluster.model_dump(mode="json", exclude=own)
     found = {}
-    for key, value in leaves(tables):
+    for key, value in run_contents.leaves(tables):
         if value is not None:
             found[key] = value if isinstance(value, str) else json.dumps(value)
     return found

@@ -14,7 +14,7 @@ from tula_hpc.analysis import node_scaling
 from tula_hpc.analysis.figures import all as figures
 from tula_hpc.analysis.figures.drawing import Drawing, Missing
 from tula_hpc.analysis.figures.scaling_panels import COLOUR, draw_strong_scaling, draw_weak_scaling
-from tula_hpc.analysis.figures.style import INK, named_ticks, new_figure, styled
+from tula_hpc.analysis.figures.style import INK, named_ticks, new_figure
 from tula_hpc.analysis.node_scaling import NodeScaling, ScalingCurve, node_scaling_of
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.planning.partitions import fit_parts
@@ -142,8 +142,7 @@ def test_a_failing_scaling_leaves_the_models_for_the_what_if(run: RunContents, m
 def test_ticks_keep_clear_of_one_another_in_narrow_panels() -> None:
     shown = []
     for columns in (1, 2):
-        with styled():
-            _, panels = new_figure("ticks", 3.0, columns=columns)
+        with new_figure("ticks", 3.0, columns=columns) as (_, panels):
             panels[0].set_xlim(0, 30)
             named_ticks(panels[0], list(range(1, 30)), lambda value: f"{value:.0f} nodes")
             shown.append(len(panels[0].get_xticks()))
