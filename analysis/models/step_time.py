@@ -53,8 +53,6 @@ AT_ONCE = 2**15
 class StepTimeModel:
     """Seconds per training step over nodes, local batch and workers per node.
 
-    The fit is robust, on relative errors, within bounds.
-
     Args:
         form: The collective, see `step_time_law`. "auto" fits the shape of the backend's own
             collective. "paper" is the paper's plain sum.
@@ -163,9 +161,9 @@ class StepTimeModel:
     ) -> tuple[Array, Array]:
         """Return the seconds between which a new measurement lies with probability `level`.
 
-        The interval is Student's t. Its width comes from the residuals, each point's distance from
-        the data (leverage), and the usual departure from the law of batches and cluster sizes that
-        were not measured. If only a single node was measured, the range of usual networks is added.
+        Its width comes from the residuals, each point's distance from the data (leverage), and the
+        usual departure from the law of batches and cluster sizes that were not measured. If only a
+        single node was measured, the range of usual networks is added.
         """
         rows, further, shape = self._points(nodes, local_batch, workers_per_node)
         found = self._evaluate(rows, further)
@@ -189,13 +187,12 @@ class StepTimeModel:
     def covariance(
         self, nodes: ArrayLike, local_batch: ArrayLike, workers_per_node: ArrayLike = 1
     ) -> Array:
-        """Return the covariance of predictions, in units of a single measurement's variance.
+        """Return the relative covariance (m, m) of predictions, in units of a step's variance.
 
-        The result is (m, m) for m points after broadcasting and raveling. It is relative and leaves
-        out the noise of a measurement: a point that is known exactly has variance 0, a point
-        measured once at most 1. Points of the same unmeasured batch or cluster size share its
-        unknown departure from the law. If only a single node was measured, all points on several
-        nodes share the unknown network.
+        It leaves out the noise of a measurement: a point that is known exactly has variance 0, a
+        point measured once at most 1. Points of the same unmeasured batch or cluster size share its
+        unknown departure from the law; without a measured network all points on several nodes share
+        the unknown network.
         """
         rows, further, _ = self._points(nodes, local_batch, workers_per_node)
         fitted = self._fitted
@@ -283,10 +280,9 @@ class StepTimeModel:
     ) -> Array:
         """Draw models from the fit's uncertainty and predict seconds per step, without noise.
 
-        The result is (count, *shape), with the shape that the arguments broadcast to. The same seed
-        draws the same models for all points. In each model all points of an unmeasured cluster size
-        share one drawn departure from the law. Departures of single batches are left out, so that
-        curves over the batch stay smooth.
+        The result is (count, *shape). The same seed draws the same models for all points. In each
+        model all points of an unmeasured cluster size share one drawn departure from the law.
+        Departures of single batches are left out, so that curves over the batch stay smooth.
         """
         rows, further, shape = self._points(nodes, local_batch, workers_per_node)
         fitted = self._fitted

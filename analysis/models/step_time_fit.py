@@ -29,18 +29,7 @@ from tula_hpc.analysis.models.regression import (
     identified,
     spread,
 )
-from tula_hpc.analysis.models.step_time_law import (
-    ALLREDUCE,
-    COMPUTE,
-    FITTED,
-    FORMS,
-    NAMES,
-    PAPER,
-    STEP,
-    Knots,
-    Law,
-    Rows,
-)
+from tula_hpc.analysis.models.step_time_law import NAMES, Knots, Law, Rows
 from tula_hpc.config.search import FormName
 
 Backend = Literal["nccl", "gloo"]
@@ -133,7 +122,7 @@ class FittedLaw(NamedTuple):
         Two nodes take the time to move the gradient's bytes; if these are unknown, a multiple of
         the collective's time inside a node; if that is unknown, too, a share of a step.
         """
-        if self.law.additive or np.any(rows.nodes[rows.kind != COMPUTE] > 1.0):
+        if self.law.additive or np.any(rows.nodes[rows.kind != terms.COMPUTE] > 1.0):
             return self
         node_s = self.fit.coefficients[terms.NODE_SYNC] * self.law.form.bandwidth(np.array(2.0))
         network_spread = NETWORK_SPREAD
@@ -181,26 +170,22 @@ class FittedLaw(NamedTuple):
 
     def absent(self, rows: Rows) -> set[str]:
         """Return the coefficients that this form lacks, or that no row depends on."""
-        absent = set()
-        if self.law.additive:
-            absent |= {"overlap_share", "overhead_s", "alone_s", "straggling"}
-        if not np.any(rows.kind == ALLREDUCE):
-            absent.add("overhead_s")
-        if not _times_alone(rows):
-            absent.add("alone_s")
-        if not np.any(rows.workers > 1.0):
-            absent.add("straggling")
-        if not np.any(rows.per_node > 1.0):
-            absent |= {"contention", "sharing_s", "node_sync_s"}
-        if not self.free[terms.FLOOR]:
-            absent.add("compute_floor_s")
-        if not self.free[terms.STORAGE]:
-            absent.add("storage_s")
-        if self.law.form.latency is None:
-            absent.add("latency_s")
-        if not self.law.form.fitted:
-            absent |= {"ring_share", "congestion"}
-        return absent
+        several_per_node = np.any(rows.per_node > 1.0)
+        present = {
+            "overlap_share": not self.law.additive,
+            "overhead_s": not self.law.additive and np.any(rows.kind == terms.ALLREDUCE),
+            "alone_s": not self.law.additive and _times_alone(rows),
+            "straggling": not self.law.additive and np.any(rows.workers > 1.0),
+            "contention": several_per_node,
+            "sharing_s": several_per_node,
+            "node_sync_s": several_per_node,
+            "compute_floor_s": self.free[terms.FLOOR],
+            "storage_s": self.free[terms.STORAGE],
+            "latency_s": self.law.form.latency is not None,
+            "ring_share": self.law.form.fitted,
+            "congestion": self.law.form.fitted,
+        }
+        return {name for name, is_present in present.items() if not is_present}
 
 
 def choose_form(
@@ -213,7 +198,7 @@ def choose_form(
     """
     fit = partial(_fit_form, rows, wanted, belief)
     found = _sharpened(fit(), rows, fit)
-    sizes = np.unique(rows.workers[rows.kind == STEP])
+    sizes = np.unique(rows.workers[rows.kind == terms.STEP])
     stored = found.fit.coefficients.copy()
     stored[terms.STORAGE] = _storage_of_slowest(rows, found.fit.residuals)
     if storage_decides and wanted != "paper" and len(sizes) > 1:
@@ -222,7 +207,7 @@ def choose_form(
     if wanted != "auto" or found.misfit < BETTER_BY + 2.0:
         return found
     others = []
-    if len(np.unique(rows.batch[rows.kind != ALLREDUCE])) >= FLOOR_BATCHES:
+    if len(np.unique(rows.batch[rows.kind != terms.ALLREDUCE])) >= FLOOR_BATCHES:
         floored = found.fit.coefficients.copy()
         floored[terms.FLOOR] = 0.5 * floored[terms.FIXED]
         others.append(fit(noise=found.noise, near=floored))
@@ -236,7 +221,7 @@ def choose_form(
 
 def _storage_of_slowest(rows: Rows, residuals: Array) -> float:
     """Return storage_s as if the step that most exceeds its prediction only waited for storage."""
-    steps = np.flatnonzero(rows.kind == STEP)
+    steps = np.flatnonzero(rows.kind == terms.STEP)
     if not len(steps):
         return 0.0
     slowest = steps[np.argmin(residuals[steps])]
@@ -245,7 +230,8 @@ def _storage_of_slowest(rows: Rows, residuals: Array) -> float:
 
 def _sharpened(found: FittedLaw, rows: Rows, fit: Callable[..., FittedLaw]) -> FittedLaw:
     """Fit again if steps scatter less than usual: with less noise, beliefs have to count less."""
-    noise = max(spread(found.fit, rows.kind == STEP, Scatter(NOISE, SCATTER.rows / 2)), LEAST_NOISE)
+    scatter = spread(found.fit, rows.kind == terms.STEP, Scatter(NOISE, SCATTER.rows / 2))
+    noise = max(scatter, LEAST_NOISE)
     if noise > SHARPER * NOISE:
         return found
     return fit(noise=noise, near=found.fit.coefficients)
@@ -254,7 +240,7 @@ def _sharpened(found: FittedLaw, rows: Rows, fit: Callable[..., FittedLaw]) -> F
 def _times_alone(rows: Rows) -> bool:
     """Tell whether both step and computation of a single worker were timed."""
     alone = rows.workers == 1.0
-    return all(np.any(alone & (rows.kind == kind)) for kind in (STEP, COMPUTE))
+    return all(np.any(alone & (rows.kind == kind)) for kind in (terms.STEP, terms.COMPUTE))
 
 
 def _fit_form(
@@ -267,11 +253,11 @@ def _fit_form(
 ) -> FittedLaw:
     """Fit one form; start from `near`, or from least-squares fits of the plain sum."""
     if form == "paper":
-        law = Law(PAPER, Knots(np.zeros(0), np.zeros((0, 2))), additive=True)
+        law = Law(terms.PAPER, Knots(np.zeros(0), np.zeros((0, 2))), additive=True)
     elif form == "auto":
-        law = Law(FITTED[belief.library], _knots(rows))
+        law = Law(terms.FITTED[belief.library], _knots(rows))
     else:
-        law = Law(FORMS[form], _knots(rows))
+        law = Law(terms.FORMS[form], _knots(rows))
     weights = WEIGHTS[rows.kind]
     linear = law.design(rows) * (weights / rows.seconds)[:, None]
     free = _free(law, rows, linear)
@@ -295,7 +281,7 @@ def _fit_form(
 
 def _knots(rows: Rows) -> Knots:
     """Return the measured batches, and the cluster sizes of several workers, if few enough."""
-    batches = np.unique(rows.batch[rows.kind != ALLREDUCE])
+    batches = np.unique(rows.batch[rows.kind != terms.ALLREDUCE])
     sizes = np.unique(np.stack([rows.nodes, rows.per_node], axis=1)[rows.workers > 1.0], axis=0)
     if len(batches) > MAX_KNOTS:
         batches = batches[:0]
@@ -307,7 +293,7 @@ def _knots(rows: Rows) -> Knots:
 def _free(law: Law, rows: Rows, linear: Array) -> NDArray[np.bool_]:
     """Mark the coefficients that the data determine, and those with a prior that any row shows."""
     order = [terms.PER_SAMPLE, terms.FIXED, terms.SYNC, terms.NODE_SYNC, terms.LATENCY]
-    if np.any(rows.kind == ALLREDUCE) and not law.additive:
+    if np.any(rows.kind == terms.ALLREDUCE) and not law.additive:
         order.append(terms.OVERHEAD)
     order.append(terms.SHARING)
     if _times_alone(rows) and not law.additive:
@@ -330,7 +316,7 @@ def _scale(rows: Rows, linear: Array) -> Array:
     """Return the size of each coefficient that alone would explain a row of the plain sum."""
     scale = explaining_a_row(linear)
     scale[terms.FLOOR] = scale[terms.FIXED]
-    steps = rows.kind == STEP
+    steps = rows.kind == terms.STEP
     rates = rows.seconds[steps] / (rows.workers[steps] * rows.batch[steps])
     if np.any(steps):
         scale[terms.STORAGE] = np.min(rates)

@@ -94,13 +94,11 @@ FORMS: dict[str, Collective] = {
 # collectives if no form is given: NCCL sends small messages through trees, gloo around a ring;
 # another backend needs beliefs, too (`BELIEFS` in `step_time_fit.py`)
 FITTED: dict[str, Collective] = {
-    "nccl": Collective(lambda workers: 1.0 - 1.0 / workers, np.log2, fitted=True),
-    "gloo": Collective(
-        lambda workers: 1.0 - 1.0 / workers, lambda workers: workers - 1.0, fitted=True
-    ),
+    "nccl": FORMS["ring"]._replace(latency=np.log2, fitted=True),
+    "gloo": FORMS["ring"]._replace(fitted=True),
 }
 # the paper's ring: bandwidth alone
-PAPER = Collective(lambda workers: 1.0 - 1.0 / workers, None)
+PAPER = FORMS["ring"]._replace(latency=None)
 NAMES = (
     "compute_fixed_s",
     "compute_per_sample_s",
@@ -221,17 +219,15 @@ class Law(NamedTuple):
         joined = _measured(rows, step, compute, sync)
         waits, alone = _waits(self.form, rows), _is_alone(rows)
         seconds = joined + (waits * coefficient[OVERHEAD] + alone * coefficient[ALONE])
-        stored = _total(seconds, coefficient[STORAGE] * _read_samples(rows), STORAGE_NORM)
-        return np.where(coefficient[STORAGE] == 0.0, seconds, stored)
+        return _total(seconds, coefficient[STORAGE] * _read_samples(rows), STORAGE_NORM)
 
     def evaluate(self, coefficients: Array, rows: Rows) -> Linearization:
         """Predict with gradients."""
         u, v = self._effects(coefficients, rows)
         compute, of_compute = self._compute(coefficients, rows, u)
         sync, of_sync, of_shape = self._sync(coefficients, rows, v)
-        joined, by_compute, by_sync, by_share = self._join(
-            coefficients[OVERLAP], compute, sync, rows
-        )
+        share = coefficients[OVERLAP]
+        joined, by_compute, by_sync, by_share = self._join(share, compute, sync, rows)
         waits, alone = _waits(self.form, rows), _is_alone(rows)
         seconds = joined + (waits * coefficients[OVERHEAD] + alone * coefficients[ALONE])
         read = _read_samples(rows)
@@ -408,10 +404,8 @@ def _sync_columns(form: Collective, rows: Rows) -> Array:
     latency = np.zeros_like(rows.nodes)
     if form.latency is not None:
         latency = _several(rows.nodes) * form.latency(rows.workers)
-    return np.stack(
-        [bandwidth, latency, bandwidth * (rows.per_node - 1.0), form.bandwidth(rows.per_node)],
-        axis=1,
-    )
+    inside = form.bandwidth(rows.per_node)
+    return np.stack([bandwidth, latency, bandwidth * (rows.per_node - 1.0), inside], axis=1)
 
 
 def _norm(left: Array, right: Array | float, doublings: int) -> tuple[Array, Array, Array]:
