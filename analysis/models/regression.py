@@ -9,7 +9,7 @@ model along. A prior belief in a coefficient counts like a row with the residual
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from scipy.optimize import least_squares
 from scipy.special import stdtrit
 
 Array = NDArray[np.float64]
+Evaluate = Callable[[Array], tuple[Array, Array]]
 
 # residuals above this count linearly, not squared
 ROBUST_FROM = 0.05
@@ -49,9 +50,8 @@ class Scatter(NamedTuple):
     rows: float
 
 
-# A standard deviation of 10 % is a median error of 7 %, as such models have with few measurements
-# (the paper's partial search: 7.5–14 %). With no degrees of freedom left the interval is this
-# belief; with many the belief no longer matters.
+# a standard deviation of 10 % is a median error of 7 %, as such models have with few measurements
+# (the paper's partial search: 7.5–14 %)
 PRIOR = Scatter(error=0.1, rows=2.0)
 
 
@@ -76,7 +76,7 @@ class Problem(NamedTuple):
     `evaluate` gives predictions (n,) and their gradients (n, p).
     """
 
-    evaluate: Callable[[Array], tuple[Array, Array]]
+    evaluate: Evaluate
     # all positive
     observed: Array
     weights: Array
@@ -124,7 +124,7 @@ def _unexplained(column: Array, others: Array) -> float:
 
 def fit_relative(problem: Problem, starts: Iterable[Array], free: NDArray[np.bool_]) -> Fit:
     """Minimize the robust relative error over the free coefficients; the best start wins."""
-    problem = problem._replace(evaluate=_Cached(problem.evaluate))
+    problem = problem._replace(evaluate=_cached(problem.evaluate))
     ends = [_descend(problem, start, free) for start in starts]
     coefficients, jacobian, cost = min(ends, key=lambda end: end[2])
     predicted, _ = problem.evaluate(coefficients)
@@ -169,11 +169,8 @@ def _descend(problem: Problem, start: Array, free: NDArray[np.bool_]) -> tuple[A
         return np.concatenate([of_rows, of_beliefs * scale])
 
     if not free.any():
-        return (
-            start,
-            np.zeros((len(problem.observed), 0)),
-            0.5 * float(np.sum(residuals(start[free]) ** 2)),
-        )
+        cost = 0.5 * float(np.sum(residuals(start[free]) ** 2))
+        return start, np.zeros((len(problem.observed), 0)), cost
     lower = problem.lower[free] / scale
     upper = problem.upper[free] / scale
     # the method needs a start inside the bounds
@@ -196,18 +193,14 @@ def _descend(problem: Problem, start: Array, free: NDArray[np.bool_]) -> tuple[A
     return expand(shares), np.asarray(end.jac) / scale, float(end.cost)
 
 
-class _Cached:
-    """Model that keeps its last result, as residuals and gradients are needed at the same point."""
+def _cached(evaluate: Evaluate) -> Evaluate:
+    """Keep the last result of a model: residuals and gradients are needed at the same point."""
 
-    def __init__(self, evaluate: Callable[[Array], tuple[Array, Array]]) -> None:
-        self.evaluate = evaluate
-        self.point: Array | None = None
+    @lru_cache(maxsize=1)
+    def of_point(point: bytes) -> tuple[Array, Array]:
+        return evaluate(np.frombuffer(point))
 
-    def __call__(self, coefficients: Array) -> tuple[Array, Array]:
-        if self.point is None or not np.array_equal(self.point, coefficients):
-            self.result = self.evaluate(coefficients)
-            self.point = coefficients.copy()
-        return self.result
+    return lambda coefficients: of_point(coefficients.tobytes())
 
 
 def _soft_l1(robust: int, squares: Array) -> Array:
@@ -267,8 +260,7 @@ def relative_spread(
         "ij,jk,ik->i", relative_gradients, fit.covariance, relative_gradients, optimize=True
     )
     quantile = stdtrit(degrees, 0.5 + level / 2.0)
-    width = quantile * np.sqrt(variance * (1.0 + of_coefficients + unseen))
-    return np.asarray(width, dtype=np.float64)
+    return np.asarray(quantile * np.sqrt(variance * (1.0 + of_coefficients + unseen)))
 
 
 def ends_around(value: Array, below: Array, above: Array) -> tuple[Array, Array]:
