@@ -24,6 +24,7 @@ context lies outside of the allocator and is not included.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
@@ -137,22 +138,14 @@ class MemoryModel:
         """
         given = (local_batch, peak_bytes, static_bytes, sharded_bytes, gradient_bytes, workers)
         columns = as_columns(*given, peak_bytes if allocated_bytes is None else allocated_bytes)
-        check_positive(
-            local_batch=columns[0],
-            peak_bytes=columns[1],
-            workers=columns[5],
-            allocated_bytes=columns[6],
-        )
         # sums of floats depend on the order of the rows, the model must not
         order = np.lexsort(columns[::-1])
-        self._set_bounds(oom_local_batch, oom_limit_bytes)
-        self._fit_columns(
-            [column[order] for column in columns], reserves=allocated_bytes is not None
+        batch, peak, static, sharded, gradients, world, allocated = (
+            column[order] for column in columns
         )
-        return self
-
-    def _fit_columns(self, columns: list[Array], *, reserves: bool) -> None:
-        batch, peak, static, sharded, gradients, world, allocated = columns
+        check_positive(local_batch=batch, peak_bytes=peak, workers=world, allocated_bytes=allocated)
+        reserves = allocated_bytes is not None
+        self._set_bounds(oom_local_batch, oom_limit_bytes)
         self._static = float(np.median(static))
         self._sharded_total = float(np.max(sharded * world))
         self._gradients = float(np.max(gradients))
@@ -164,6 +157,7 @@ class MemoryModel:
         self._fit = self._fit._replace(residuals=residuals)
         self.residual_median_ = float(np.median(np.abs(residuals)))
         self._describe(reserves)
+        return self
 
     def _set_bounds(self, batches: ArrayLike | None, limits: ArrayLike | None) -> None:
         self.oom_local_batch_ = None
@@ -236,17 +230,14 @@ class MemoryModel:
 
         Without `workers` it predicts for several if several were measured, else for one.
         """
+        world = self._default_workers(workers)
         batch = self.passes.batch_of_one(local_batch)
-        return self._predicted(batch, self._default_workers(workers))
+        predicted = self._predicted(batch, world)
+        if self._alone is None:
+            return predicted
+        return np.where(np.asarray(world) == 1, self._alone.predict(batch, 1), predicted)
 
     def _predicted(self, local_batch: ArrayLike, workers: ArrayLike) -> Array:
-        together = self._predicted_together(local_batch, workers)
-        if self._alone is None:
-            return together
-        alone = self._alone._predicted(local_batch, 1)
-        return np.where(np.asarray(workers) == 1, alone, together)
-
-    def _predicted_together(self, local_batch: ArrayLike, workers: ArrayLike) -> Array:
         line = self._reserve.of(self._allocated(local_batch, workers))
         for batch, limit in self._bounds:
             beyond = np.asarray(local_batch) >= batch
@@ -265,20 +256,11 @@ class MemoryModel:
     def max_batch(self, limit_bytes: float, workers: int | None = None) -> int:
         """Return the largest local batch within the limit and the out-of-memory bound, or 0."""
 
-        def fits(batch: int) -> bool:
-            return float(self.predict(batch, workers)) <= limit_bytes
+        def exceeds(batch: int) -> bool:
+            return float(self.predict(batch, workers)) > limit_bytes
 
-        if fits(self._largest_batch):
-            return self._largest_batch
-        # low fits or is 0, high does not fit: memory never falls with the batch
-        low, high = 0, self._largest_batch
-        while high - low > 1:
-            middle = (low + high) // 2
-            if fits(middle):
-                low = middle
-            else:
-                high = middle
-        return low
+        # memory never falls with the batch
+        return bisect_left(range(1, self._largest_batch + 1), True, key=exceeds)
 
     def interval(
         self, local_batch: ArrayLike, level: float = 0.9, workers: ArrayLike | None = None
@@ -296,7 +278,7 @@ class MemoryModel:
     def _interval(
         self, local_batch: ArrayLike, level: float, world: ArrayLike
     ) -> tuple[Array, Array]:
-        predicted = self._predicted_together(local_batch, world)
+        predicted = self._predicted(local_batch, world)
         batch, several = np.broadcast_arrays(
             np.asarray(local_batch, dtype=np.float64), np.asarray(world) > 1
         )
@@ -425,11 +407,10 @@ def fit_memory(summary: Summary, limit_bytes: float | None = None) -> MemoryMode
 
     On CUDA `reserved_bytes` is what the allocator took, of which tensors held `peak_bytes`; on CPU
     it is the whole process, and the smallest baseline (interpreter and libraries) counts as known.
+    `limit_bytes` was available to one worker; None: unknown.
 
-    A single worker that takes its batch in micro-batches holds the activations of only one. Several
-    workers never split their batch: the model for them takes a single worker's profile as one of a
-    micro-batch, and the single worker has a model of its own. `limit_bytes` was available to one
-    worker; None: unknown.
+    A single worker that takes its batch in micro-batches has a model of its own. Several workers
+    never split their batch: the model for them takes its profile as one of a micro-batch.
     """
     out, parts = summary.out_of_memory, summary.parts
     bounds = equivalent_batches(out, parts, alone=False)
