@@ -420,40 +420,29 @@ def no_result(table: StudyTable) -> str:
     return f"all trainings are over without a result: {listed(ends)}"
 
 
-def csv_rows(table: StudyTable) -> list[tuple[str | int | float | None, ...]]:
-    """Return the table's rows in percent, the small batch first; `CSV_COLUMNS` is the header."""
+def csv_rows(table: StudyTable) -> list[dict[str, str | int | float | None]]:
+    """Return the table's rows by column, in percent; the small batch comes first."""
     rows = [_csv_row("", entry) for entry in table.entries.values()]
     if table.reference:
         rows.insert(0, _csv_row("small batch", table.reference))
     return rows
 
 
-CSV_COLUMNS = (
-    "kind",
-    "method",
-    "global_batch_samples",
-    "test_accuracy_percent",
-    "test_deviation_percent",
-    "train_accuracy_percent",
-    "train_deviation_percent",
-    "runs",
-    "diverged",
-    "failed",
-    "missing",
-    "recovered_percent",
-    "mark",
-)
-
-
-def _csv_row(kind: str, entry: Entry) -> tuple[str | int | float | None, ...]:
-    accuracies = (*_percents(entry.test), *_percents(entry.train))
-    runs = entry.test.runs if entry.test else 0
-    counts = (runs, entry.diverged, entry.failed, entry.missing)
-    recovered = in_percent(entry.recovered)
-    return (kind, entry.column, entry.batch, *accuracies, *counts, recovered, entry.mark)
-
-
-def _percents(value: SeedMean | None) -> tuple[float | None, float | None]:
-    if value is None:
-        return None, None
-    return 100 * value.mean, in_percent(value.deviation)
+def _csv_row(kind: str, entry: Entry) -> dict[str, str | int | float | None]:
+    test, deviation, runs = entry.test or (None, None, 0)
+    train, train_deviation, _ = entry.train or (None, None, 0)
+    return {
+        "kind": kind,
+        "method": entry.column,
+        "global_batch_samples": entry.batch,
+        "test_accuracy_percent": in_percent(test),
+        "test_deviation_percent": in_percent(deviation),
+        "train_accuracy_percent": in_percent(train),
+        "train_deviation_percent": in_percent(train_deviation),
+        "runs": runs,
+        "diverged": entry.diverged,
+        "failed": entry.failed,
+        "missing": entry.missing,
+        "recovered_percent": in_percent(entry.recovered),
+        "mark": entry.mark,
+    }
