@@ -135,6 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.json and options.what_if:
         parser.error("--what-if: prints a table; leave out --json")
+    if options.objective:
+        options.set = [*options.set, f"objective.kind={options.objective}"]
     return exit_code_of(_run, options, again=False)
 
 
@@ -197,10 +199,7 @@ def _plan_again(options: argparse.Namespace, run: RunDirectory) -> str:
     from tula_hpc.analysis.planning.partitions import Trained, fit_parts
     from tula_hpc.analysis.what_if import answers
 
-    sweep_overrides, cluster_overrides = split_overrides(options.set)
-    if options.objective:
-        sweep_overrides.append(f"objective.kind={options.objective}")
-    sweep, cluster, how_to_profile = _inputs(run, sweep_overrides, cluster_overrides)
+    sweep, cluster, how_to_profile = _inputs(run, *split_overrides(options.set))
     trains_otherwise = _trains_otherwise(run, options, sweep, cluster)
     if options.write:
         _refuse_trained(run)
@@ -250,10 +249,8 @@ def _trains_otherwise(
     others = sweep.model_copy(update={"objective": own.objective})
     if (others, cluster) == (own, load_frozen_cluster(run.cluster_file)):
         return ""
-    values = [*options.set, *([f"objective.kind={options.objective}"] if options.objective else [])]
-    return command_line(
-        *_sweep_again(run), *(word for value in values for word in ("--set", value))
-    )
+    values = (word for value in options.set for word in ("--set", value))
+    return command_line(*_sweep_again(run), *values)
 
 
 def _sweep_again(run: RunDirectory) -> tuple[str, ...]:
@@ -270,7 +267,7 @@ def _how_to_train(options: argparse.Namespace, run: RunDirectory, trains_otherwi
     if trains_otherwise:
         train = trains_otherwise
         introduction = "To train with these values:"
-    elif (options.set or options.objective) and not options.write:
+    elif options.set and not options.write:
         introduction = "With --write the run follows this plan; to train then:"
     return f"{introduction}\n  {train}"
 
