@@ -14,7 +14,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from tula_hpc.analysis.costs.pricing import fixed_share
 from tula_hpc.analysis.models.profiles import is_out_of_memory, summarize
 from tula_hpc.config import (
     MAX_FILE_BYTES,
@@ -43,10 +42,8 @@ from tula_hpc.records import (
     Plan,
     RunDirectory,
     RunHistory,
-    Submission,
     TrainDirectory,
     TrainResult,
-    read_document,
     read_metrics,
     steps_of_epoch,
 )
@@ -60,11 +57,8 @@ USUAL_TEST_SAMPLES = 1000
 
 
 def learned_nothing(metrics: Metrics, work: WorkloadSpec) -> str:
-    """Return a clause on the loss of a training that learned nothing, else "".
-
-    The final loss is the mean over the last epoch. With a single epoch that mean includes the
-    beginning of the training, so that nothing can be concluded.
-    """
+    """Return a clause on the loss of a training that learned nothing, else ""."""
+    # the final loss is the mean over the last epoch, which must not be the first, too
     if len(metrics.epochs) < 2:
         return ""
     first = metrics.steps[0].loss if metrics.steps else metrics.epochs[0].train_loss
@@ -83,12 +77,9 @@ def learned_nothing(metrics: Metrics, work: WorkloadSpec) -> str:
 
 
 def is_guess(accuracy: float, work: WorkloadSpec, among_best: int = 1) -> bool:
-    """Return whether guessing could reach an accuracy, given the size of the test set.
+    """Return whether guessing could reach an accuracy; False if the number of classes is unknown.
 
-    Args:
-        accuracy: On the test set, as a share of 1.
-        work: Gives the number of classes; False if that is unknown.
-        among_best: A sample counts as right if its class is among this many guesses (k of top-k).
+    A sample counts as right if its class is among `among_best` guesses (k of top-k).
     """
     if work.class_count is None or work.metric is not None or work.class_count <= among_best:
         return False
@@ -162,11 +153,11 @@ class Training(NamedTuple):
     label: str
     metrics: Metrics
     result: TrainResult | None
-    # see `trained_partition`
+    # where its last job ran; "" without partitions, None if unknown
     partition: str | None = None
     # Slurm's accounting of its jobs, see `RunHistory.accounted`
     accounts: Sequence[JobAccount] = ()
-    # see `trained_passes`
+    # forward passes that a script's last job was asked for; None if it cannot be
     passes: int | None = None
 
     @property
@@ -184,8 +175,7 @@ def median_epoch_s(epochs: Sequence[EpochMetrics]) -> float | None:
     """Return the median seconds of an epoch's steps, at the batch and workers of the last epoch.
 
     None if no epoch counts. Epochs that a restart cut short, or whose steps were not timed, do not
-    count, nor does the epoch in which a training changed its batch. A mean would include the start
-    of the loader's processes and any disturbance of a single epoch.
+    count, nor does the epoch in which a training changed its batch.
     """
     kept = []
     for before, epoch in pairwise([*epochs[:1], *epochs]):
@@ -199,21 +189,19 @@ def _setting(epoch: EpochMetrics) -> tuple[int, int | None]:
     return epoch.global_batch, epoch.workers
 
 
-def trained_partition(events: Iterable[Event], label: str = MAIN_LABEL) -> str | None:
-    """Return the partition of a training's last job; "" without partitions, None if unknown."""
-    last = _last_job(events, label)
-    return last.partition if last else None
-
-
-def trained_passes(events: Iterable[Event], label: str = MAIN_LABEL) -> int | None:
-    """Return the forward passes that a script's last job was asked for; None if it cannot be."""
-    last = _last_job(events, label)
-    return last.accumulation if last else None
-
-
-def _last_job(events: Iterable[Event], label: str) -> Submission | None:
-    jobs = [job for job in RunHistory(events).submissions("train") if job.label == label]
-    return jobs[-1] if jobs else None
+def training_of(
+    label: str,
+    metrics: Metrics,
+    result: TrainResult | None,
+    history: RunHistory,
+    accounts: Sequence[JobAccount],
+) -> Training:
+    """Return a training with what a run's history and accounting say about its jobs."""
+    training = Training(label, metrics, result, accounts=history.accounted(label, accounts))
+    for job in history.submissions("train"):
+        if job.label == label:
+            training = training._replace(partition=job.partition, passes=job.accumulation)
+    return training
 
 
 class RunContents(NamedTuple):
@@ -373,7 +361,7 @@ def _read_trainings(
     folders = (path for path in (run.root / "train").glob("*") if path.is_dir())
     for folder in sorted(folders, key=lambda path: (path.name != MAIN_LABEL, path.name)):
         files = TrainDirectory(folder)
-        result = _read_result(files.result_file, notes)
+        result = _read_result(files, notes)
         metrics = read_metrics(files.metrics_file)
         if metrics.skipped:
             skipped = plural(metrics.skipped, "line")
@@ -382,18 +370,14 @@ def _read_trainings(
             steps = f"{plural(metrics.logged, 'logged step')} in train/{folder.name}/metrics.jsonl"
             notes.append(f"Of {steps} {len(metrics.steps):,} are shown, evenly spread.")
         if metrics.steps or metrics.epochs or result:
-            where = trained_partition(history.events, folder.name)
-            paid = history.accounted(folder.name, accounts)
-            passes = trained_passes(history.events, folder.name)
-            yield Training(folder.name, metrics, result, where, paid, passes)
+            yield training_of(folder.name, metrics, result, history, accounts)
 
 
-def _read_result(path: Path, notes: list[str]) -> TrainResult | None:
+def _read_result(files: TrainDirectory, notes: list[str]) -> TrainResult | None:
     try:
-        return read_document(TrainResult, path)
-    except FileNotFoundError:
-        return None
+        return files.read_result()
     except RunDirectoryError:
+        path = files.result_file
         notes.append(f"{path.parent.name}/{path.name} is damaged.")
         return None
 
@@ -435,8 +419,7 @@ def measured_epochs(
 ) -> dict[Configuration, float]:
     """Return the median measured epoch time of each configuration of one partition, seconds.
 
-    `dataset_samples` is the number of training samples in an epoch, for records without it.
-    Forward passes of a configuration may differ; see `as_planned`.
+    `dataset_samples` is for records without it. Forward passes may differ; see `as_planned`.
     """
     found: dict[tuple[int, int, int], list[float]] = {}
     for item in measurements:
@@ -458,7 +441,10 @@ def cost_at(candidate: Candidate, pace: float) -> float:
     The cost follows the wall time: `C · (f + (1 − f) · pace)`, with f the share of the expected
     wall time that evaluation, starts and ends take.
     """
-    fixed = fixed_share(candidate.wall_parts_s)
+    parts_s = candidate.wall_parts_s
+    fixed_s = sum(parts_s.get(name, 0.0) for name in ("evaluation", "starts", "ends"))
+    # without parts, all of the time counts as steps
+    fixed = fixed_s / (sum(parts_s.values()) or 1.0)
     return candidate.cost * (fixed + (1.0 - fixed) * pace)
 
 

@@ -297,10 +297,8 @@ def _price_s(plan: Plan, partition: str) -> float:
 def _say_summary(
     sweep: Sweep, plan: Plan, trained: Training, profiling_cost: str
 ) -> TrainingBill | None:
-    from tula_hpc.analysis.run_contents import trained_partition
-
     # the table is about the chosen partition only
-    here = trained_partition(sweep.run.events()) in (None, plan.chosen.partition)
+    here = trained.partition in (None, plan.chosen.partition)
     bill = _bill(sweep, plan, trained)
     print_summary(
         plan,
@@ -317,13 +315,10 @@ def _say_summary(
 
 
 def _trained(sweep: Sweep, result: TrainResult) -> Training:
-    from tula_hpc.analysis.run_contents import Training, trained_partition, trained_passes
+    from tula_hpc.analysis.run_contents import training_of
 
     metrics = read_metrics(sweep.run.train().metrics_file)
-    accounts = sweep.run.history().accounted(MAIN_LABEL, sweep.run.accounts())
-    events = sweep.run.events()
-    where = trained_partition(events)
-    return Training(MAIN_LABEL, metrics, result, where, accounts, trained_passes(events))
+    return training_of(MAIN_LABEL, metrics, result, sweep.run.history(), sweep.run.accounts())
 
 
 def _bill(sweep: Sweep, plan: Plan, trained: Training) -> TrainingBill | None:
