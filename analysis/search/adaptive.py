@@ -13,16 +13,13 @@ w_i is the share of predictions drawn from that uncertainty in which candidate i
 decision, plus a little for all. The decision is the plan's own: candidates that memory, the largest
 batch, deadline and budget rule out in every draw weigh nothing and are not measured.
 
-The search ends when three things are true: the draws agree on the decision; the step times of the
-choice and of most candidates are known well enough; and the configuration that the plan would
-choose was measured itself. If that measurement contradicts its prediction, the search goes on and
-the refitted model decides again; the last of the `max_profiles` configurations are reserved for
-this. Then the choice's rival in time or cost is measured, the best candidate on another number of
-nodes: a law knows least how a step grows with the nodes. A choice stays unmeasured only if its
-profile would cost too much of the training (see `confirmation`) or cannot run, or if the last
-profile moved it.
-
-`propose.py` describes the whole course from candidates to a job.
+The search ends when the draws agree on the decision, the step times of the choice and of most
+candidates are known well enough, and the configuration that the plan would choose was measured
+itself. If that measurement contradicts its prediction, the refitted model decides again; the last
+of the `max_profiles` configurations are reserved for this. Then the choice's rival in time or cost
+is measured, the best candidate on another number of nodes: a law knows least how a step grows with
+the nodes. A choice stays unmeasured only if its profile would cost too much of the training (see
+`confirmation`) or cannot run, or if the last profile moved it.
 """
 
 from __future__ import annotations
@@ -41,12 +38,11 @@ from tula_hpc.analysis.search.confirmation import (
     START_S,
     contradicts,
     is_too_expensive,
-    measured_in_order,
     steps_per_profile,
 )
 from tula_hpc.analysis.search.decision import Chosen, DecisionModel, Evaluated
 from tula_hpc.config.search import FormName
-from tula_hpc.records import Configuration, Measurement, is_usable
+from tula_hpc.records import Configuration, Measurement, corners, is_usable
 
 # number of last profiles that measure the plan's choice before anything else: if the first of them
 # contradicts its prediction, two are left for the choices that follow
@@ -78,10 +74,7 @@ MOST_POINTS = 400
 
 
 class AdaptiveSearch:
-    """Proposes the configuration to profile next, of all that are believed to fit.
-
-    The search ends after `max_profiles` measured configurations.
-    """
+    """Proposes the configuration to profile next, of all that are believed to fit."""
 
     def __init__(
         self,
@@ -111,40 +104,35 @@ class AdaptiveSearch:
         open_ = [c for c in self.candidates if c not in measured and c not in given_up]
         if not open_ or len(measured) >= self.max_profiles:
             return []
-        corners = [c for c in cheap_corners(self.candidates) if c in open_]
-        if corners:
-            return corners
+        cheap = [c for c in cheap_corners(self.candidates) if c in open_]
+        if cheap:
+            return cheap
         if len(measured) < AT_LEAST:
             return open_[:1]
         summary = self.decision.known(summarize(measurements))
+        model = model or fit_step_time(summary.profiles, self.form, summary.passes)
         return self._by_uncertainty(summary, usable, open_, model)
-
-    def choice(self, measurements: Sequence[Measurement]) -> Configuration | None:
-        """Return the choice from at least one measurement; None if nothing can be chosen."""
-        summary = self.decision.known(summarize(measurements))
-        if not summary.profiles:
-            raise ValueError("measurements: expected at least one with times and memory")
-        predictions = self._predictions(summary, {p.configuration for p in summary.profiles})
-        if not predictions.choices:
-            return None
-        return predictions.choices[-1].configuration
 
     def _by_uncertainty(
         self,
         summary: Summary,
         usable: Sequence[Measurement],
         open_: Sequence[Configuration],
-        model: StepTimeModel | None,
+        model: StepTimeModel,
     ) -> list[Configuration]:
         measured = {row.configuration for row in usable}
-        predictions = self._predictions(summary, measured, model)
+        choices = self.decision.choices(summary, model)
+        chosen = {each.configuration for each in choices or ()} & set(self.every)
+        points = _thinned(self.every, keep=measured | chosen)
+        predictions = Predictions(points, summary, model, self.decision, choices)
         if predictions.hopeless:
             return []
         left = self.max_profiles - len(measured)
         unconfirmed = _unconfirmed(predictions.choices, usable, open_)
         if unconfirmed is not None and (predictions.decided or left <= RESERVED):
             return [unconfirmed]
-        last = measured_in_order(usable)[-1]
+        by_time = sorted(usable, key=lambda row: row.finished_at)
+        *_, last = dict.fromkeys(row.configuration for row in by_time)
         # a last profile elsewhere could contradict its prediction, and move the choice to a
         # configuration that was not measured
         if left == 1 or (predictions.decided and not contradicts(last, usable, self.form)):
@@ -154,22 +142,12 @@ class AdaptiveSearch:
             near = CLOSE_RIVAL if left == 1 else RIVAL
             rivals = [each for each in predictions.rivals(near) if each.configuration in open_]
             return [each.configuration for each in rivals if not is_too_expensive(usable, each)]
-        gains = predictions.gains(_latest_nodes(usable), steps_per_profile(usable))
-        points = predictions.points
-        may_run = set(open_) & {points[i] for i in np.flatnonzero(predictions.eligible).tolist()}
-        if not may_run:
-            return []
-        best = max(range(len(points)), key=lambda i: (points[i] in may_run, gains[i], points[i]))
-        return [points[best]]
-
-    def _predictions(
-        self, summary: Summary, measured: set[Configuration], model: StepTimeModel | None = None
-    ) -> _Predictions:
-        model = model or fit_step_time(summary.profiles, self.form, summary.passes)
-        choices = self.decision.choices(summary, model)
-        chosen = {each.configuration for each in choices or ()} & set(self.every)
-        points = _thinned(self.every, keep=measured | chosen)
-        return _Predictions(points, summary, model, self.decision, choices)
+        # the job of the last measurement may still be running
+        latest = by_time[-1].nodes if by_time[-1].finished_at > 0.0 else 0
+        gains = predictions.gains(latest, steps_per_profile(usable))
+        may_run = [i for i in np.flatnonzero(predictions.eligible).tolist() if points[i] in open_]
+        best = sorted(may_run, key=lambda i: (gains[i], points[i]))[-1:]
+        return [points[i] for i in best]
 
 
 def _unconfirmed(
@@ -186,16 +164,13 @@ def _unconfirmed(
 
 def cheap_corners(candidates: Sequence[Configuration]) -> list[Configuration]:
     """Return the smallest and largest batch on the fewest nodes and the smallest on the most."""
-    if not candidates:
-        return []
-    by_nodes: dict[int, list[Configuration]] = {}
-    for configuration in sorted(candidates):
-        by_nodes.setdefault(configuration.nodes, []).append(configuration)
-    fewest, most = by_nodes[min(by_nodes)], by_nodes[max(by_nodes)]
-    return sorted({fewest[0], fewest[-1], most[0]})
+    found = corners(candidates)
+    if len(found) > 2 and found[-1].nodes == found[-2].nodes:
+        del found[-1]
+    return found
 
 
-class _Predictions:
+class Predictions:
     """The model's predictions of all candidates together, with their uncertainty."""
 
     def __init__(
@@ -239,11 +214,9 @@ class _Predictions:
 
     @property
     def decided(self) -> bool:
-        """True if the draws agree and step times are known, or nothing can be chosen."""
+        """True if the draws agree and step times are known."""
         decision = self.decision
         known = self.spread * np.sqrt(self.covariance[decision.chosen, decision.chosen])
-        if self.hopeless or not np.any(self.eligible):
-            return self.hopeless
         typical = self.spread * np.sqrt(np.median(np.diag(self.covariance)[self.eligible]))
         is_known = known <= KNOWN and typical <= MEDIAN_KNOWN
         return bool(decision.regret <= decision.enough and is_known)
@@ -258,11 +231,11 @@ class _Predictions:
         training_s = self.choices[-1].training_s if self.choices else None
         return [Chosen(self.points[best], float(self.step_s[best]), training_s)]
 
-    def gains(self, latest_nodes: float | None, steps: float) -> Array:
+    def gains(self, latest_nodes: int, steps: float) -> Array:
         """Return the gain of each candidate (m,), see the module's equation."""
         weights = np.where(self.eligible, BASELINE + self.decision.belongs, 0.0)
         reduction = weights @ (self.covariance**2 / (1.0 + np.diag(self.covariance)))
-        start = np.where(self.nodes == latest_nodes, 0.0, START_S) if latest_nodes else START_S
+        start = np.where(self.nodes == latest_nodes, 0.0, START_S)
         return np.asarray(reduction / np.sqrt(self.nodes * (steps * self.step_s + start)))
 
 
@@ -323,12 +296,6 @@ def _draws(covariance: Array) -> Array:
     values, vectors = np.linalg.eigh(covariance)
     normal = np.random.default_rng(SEED).standard_normal((DRAWS, len(values)))
     return np.asarray(normal @ (vectors * np.sqrt(np.maximum(values, 0.0))).T)
-
-
-def _latest_nodes(usable: Sequence[Measurement]) -> float | None:
-    """Return the nodes of the last measurement; its job may still be running."""
-    latest = max(usable, key=lambda row: row.finished_at)
-    return float(latest.nodes) if latest.finished_at > 0.0 else None
 
 
 def _thinned(candidates: Sequence[Configuration], keep: set[Configuration]) -> list[Configuration]:

@@ -1,9 +1,8 @@
 """Confirmation of the plan's choice: it was measured itself, or the plan says why it was not.
 
 A training of hours or days is committed to a single configuration. Its predicted step time is the
-least of many, so that errors of the prediction rather favour it. An effect that the model does not
-know may hide exactly there: storage that all nodes share, or a batch for which a library picks a
-slow kernel. One profile shows it:
+least of many, so that errors of the prediction favour it, and effects that the model does not know
+may hide exactly there. One profile shows it:
 
     cost of a profile / cost of the training = (steps × t_step + start) / T
 
@@ -25,7 +24,6 @@ from tula_hpc.config import SweepSpec
 from tula_hpc.config.search import FormName
 from tula_hpc.records import (
     Configuration,
-    Doubt,
     Measurement,
     Plan,
     Remedy,
@@ -73,19 +71,15 @@ def with_confirmation(
     pending: Collection[Configuration],
 ) -> Plan:
     """Add a note or a warning on a choice that was not measured, if the search proposes no more."""
-    rows = of_partition(measurements, plan.chosen.partition)
-    usable = list(filter(is_usable, rows))
-    excessive_share: float | None = None
-    doubts: list[Doubt] = []
     # if the search has configurations left to measure, another warning names them
-    if not plan.chosen.measured and not pending:
-        share = profile_share(usable, plan.chosen.step_time_s, plan.chosen.wall_time_s)
-        if share > PROFILE_SHARE:
-            excessive_share = share
-        else:
-            tried = len({row.configuration for row in usable})
-            doubts = Remedy.MEASURE.doubts([_unmeasured(plan, sweep, tried)])
-    return plan.model_copy(update={"profile_share": excessive_share}).with_doubts(doubts)
+    if plan.chosen.measured or pending:
+        return plan
+    usable = list(filter(is_usable, of_partition(measurements, plan.chosen.partition)))
+    share = profile_share(usable, plan.chosen.step_time_s, plan.chosen.wall_time_s)
+    if share > PROFILE_SHARE:
+        return plan.model_copy(update={"profile_share": share})
+    tried = len({row.configuration for row in usable})
+    return plan.with_doubts(Remedy.MEASURE.doubts([_unmeasured(plan, sweep, tried)]))
 
 
 def _unmeasured(plan: Plan, sweep: SweepSpec, profiles: int) -> str:
@@ -99,24 +93,16 @@ def _unmeasured(plan: Plan, sweep: SweepSpec, profiles: int) -> str:
     return f"{text}the search could not profile it, or looked for another choice"
 
 
-def measured_in_order(usable: Sequence[Measurement]) -> list[Configuration]:
-    """Return the measured configurations, the first one first."""
-    return list(dict.fromkeys(row.configuration for row in _by_time(usable)))
-
-
-def _by_time(usable: Sequence[Measurement]) -> list[Measurement]:
-    return sorted(usable, key=lambda row: row.finished_at)
-
-
 def contradicts(
     configuration: Configuration, usable: Sequence[Measurement], form: FormName
 ) -> bool:
     """Tell whether a measurement is outside the 90 % interval predicted from those before it."""
-    own = [row for row in _by_time(usable) if row.configuration == configuration]
+    own = [row for row in usable if row.configuration == configuration]
     # of measurements in several numbers of passes, the plan takes those with the fewest
     least = min(row.accumulation or 1 for row in own)
     own = [row for row in own if (row.accumulation or 1) == least]
-    earlier = [row for row in usable if row.finished_at < own[0].finished_at]
+    first_at = min(row.finished_at for row in own)
+    earlier = [row for row in usable if row.finished_at < first_at]
     if len({row.configuration for row in earlier}) < AT_LEAST:
         return False
     model = fit_step_time(summarize(earlier).profiles, form, Passes(least=least))

@@ -1,12 +1,10 @@
 """Candidates of a search, and those to profile next.
 
 The way from the sweep file to a job: of the `candidates`, those that are `believed_to_fit` and
-neither measured nor given up (see `retry_policy.py`) can be proposed. Mode "full" proposes all of
-them, "partial" the corners, and "adaptive" those that narrow the predictions that matter
-(`adaptive.py`). `stages/profile.py` asks once a round (`propose_on`) and submits those that do not
-disturb each other (`first_wave`). A job then goes on by itself: `WorkQueue` in
-`profiling/work_queue.py` measures its list, then asks here for more on its own number of nodes, or
-fewer, until its time is up.
+neither measured nor given up (see `retry_policy.py`) can be proposed. `stages/profile.py` asks once
+a round (`propose_on`) and submits those that do not disturb each other (`first_wave`). A job then
+goes on by itself: `WorkQueue` in `profiling/work_queue.py` measures its list, then asks here for
+more on its own number of nodes, or fewer, until its time is up.
 
 Everything is a pure function of the measurements so far: replayed over recorded ones, a search
 proposes the same again.
@@ -54,12 +52,11 @@ def propose(
 
     Mode "full" wants every candidate, "partial" the smallest and the largest local batch on the
     fewest and on the most nodes; for "adaptive" see `adaptive`. Memory does not depend on the
-    number of nodes, so a local batch that ran out of memory rules out itself and all larger ones
-    everywhere, and corners move to the next smaller one. So does a batch that surely needs more
-    memory than there is, judging by smaller ones, as trying it would cost a job. A configuration
-    that failed for another reason is proposed once more, then given up. Before any measurement,
-    only batches up to `trusted_batch` are proposed, which fit by an estimate; None: any. `model` is
-    the step-time model of these measurements, if a plan has fitted it already.
+    number of nodes, so a local batch that ran out of memory, or surely would, rules out itself and
+    all larger ones everywhere, and corners move to the next smaller one. A configuration that
+    failed for another reason is proposed once more, then given up. Before any measurement, only
+    batches up to `trusted_batch` are proposed, which fit by an estimate; None: any. `model` is the
+    step-time model of these measurements, if a plan has fitted it already.
     """
     search = sweep.search
     fitting = believed_to_fit(sweep, cluster, measurements)

@@ -50,17 +50,14 @@ class Unsteady(NamedTuple):
     def describe(self) -> str:
         """Describe the measurement."""
         times = self.profile.times
+        step = f"the step of {self.profile.configuration}"
         if not self.drift or times.first_half_s is None or times.second_half_s is None:
-            return (
-                f"the step of {self.profile.configuration} takes between "
-                f"{format_duration(self.low_s)} and {format_duration(self.high_s)}: its measurement "
-                "was too short for its noise"
-            )
-        halves = (
-            f"{format_duration(times.first_half_s)}, then {format_duration(times.second_half_s)}"
-        )
-        changed = f"{in_comparison(1.0 + self.drift)} while it was measured ({halves})"
-        return f"the step of {self.profile.configuration} became {changed}"
+            ends = f"{format_duration(self.low_s)} and {format_duration(self.high_s)}"
+            return f"{step} takes between {ends}: its measurement was too short for its noise"
+        first = format_duration(times.first_half_s)
+        second = format_duration(times.second_half_s)
+        changed = in_comparison(1.0 + self.drift)
+        return f"{step} became {changed} while it was measured ({first}, then {second})"
 
 
 def unsteady(profiles: Iterable[Profile]) -> list[Unsteady]:
@@ -96,26 +93,27 @@ def with_steadiness(
     part = next(part for part in fitted.parts if part.name == name)
     decision = DecisionModel(sweep.objective.kind, sweep, cluster.part(name))
     summary = part.summary
-    chosen = plan.chosen.configuration
-    found: list[tuple[Unsteady, str]] = []
+    every = unsteady(summary.profiles)
+    tried = min(MOST_TRIED, MOST_ROWS // (2 * len(summary.profiles)))
+    usual: Configuration | None = None
+    if every and tried:
+        usual = _choice(decision, summary, part.models.step_time)
     # other partitions may have an even better choice
     alone = len(cluster.parts()) == 1
     choice = "the plan would choose" if alone else "the best there would be"
-    usual: Configuration | None = None
-    tried = min(MOST_TRIED, MOST_ROWS // max(1, 2 * len(summary.profiles)))
-    for index, one in enumerate(unsteady(summary.profiles)):
-        effect = ""
-        if index < tried:
-            usual = usual or _choice(decision, summary, part.models.step_time)
-            seconds, other = _effect(one, usual, decision, sweep.search, summary)
-            if other:
-                took = format_duration(seconds)
-                effect = f"if it takes {took}, predictions change, and {choice} {other}"
-        is_chosen = one.profile.configuration == chosen
-        if not effect and is_chosen and abs(one.drift) >= NOTABLE_DRIFT:
-            effect = _on_training(one)
-        if effect:
-            found.append((one, effect))
+    found: list[tuple[Unsteady, str]] = []
+    for index, one in enumerate(every):
+        change = None
+        if usual is not None and index < tried:
+            change = _change(one, usual, decision, sweep.search, summary)
+        is_chosen = one.profile.configuration == plan.chosen.configuration
+        if change:
+            seconds, other = change
+            took = format_duration(seconds)
+            text = f"if it takes {took}, predictions change, and {choice} {other}"
+            found.append((one, text))
+        elif is_chosen and abs(one.drift) >= NOTABLE_DRIFT:
+            found.append((one, _on_training(one)))
     if not found:
         return plan
     # one warning: what to do about all of them is the same
@@ -129,13 +127,13 @@ def with_steadiness(
     return plan.with_doubts(Remedy.MEASURE.doubts([prefixed(name, text)]))
 
 
-def _effect(
+def _change(
     one: Unsteady,
-    usual: Configuration | None,
+    usual: Configuration,
     decision: DecisionModel,
     search: SearchSpec,
     summary: Summary,
-) -> tuple[float, Configuration | None]:
+) -> tuple[float, Configuration] | None:
     """Return the end of the range that changes the choice, and the new choice; None without one."""
     for seconds in (one.low_s, one.high_s):
         if seconds == one.profile.times.step_time_s:
@@ -145,9 +143,9 @@ def _effect(
         profiles = tuple(changed if each is one.profile else each for each in summary.profiles)
         model = fit_step_time(profiles, search.form, summary.passes)
         other = _choice(decision, summary._replace(profiles=profiles), model)
-        if usual is not None and other not in (None, usual):
+        if other is not None and other != usual:
             return seconds, other
-    return 0.0, None
+    return None
 
 
 def _choice(

@@ -32,7 +32,7 @@ from tests.benchmarks.traces import WORKLOADS, Trace, folder, read_trace, single
 from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.analysis.models.regression import Array
 from tula_hpc.analysis.models.step_time import fit_step_time
-from tula_hpc.analysis.search.adaptive import AdaptiveSearch
+from tula_hpc.analysis.search.adaptive import AdaptiveSearch, Predictions
 from tula_hpc.analysis.search.decision import DecisionModel
 from tula_hpc.records import Configuration, Measurement, MemoryUse, StepTimes
 
@@ -133,11 +133,11 @@ def replay(table: Table, objective: str, known: str) -> dict[str, Any]:
         rows.append(measurement(table, place[proposed[0]], len(rows), known))
     seen = np.array([place[row.configuration] for row in rows])
     elsewhere = table.trace.only(np.setdiff1d(np.arange(len(place)), seen))
-    model = fit_step_time(summarize(rows).profiles)
+    measured = summarize(rows)
+    model = fit_step_time(measured.profiles)
     predicted_s = model.predict(table.trace.nodes, table.trace.local_batch, table.trace.per_node)
     of_model = int(np.argmin(paid(table.trace, predicted_s, objective)))
-    choice = search.choice(rows)
-    assert choice is not None
+    choice = Predictions(sorted(place), measured, model, search.decision, None).choices[-1].configuration
     chosen = place[choice]
     found = {
         "cluster": table.cluster,
