@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tula_hpc.analysis.models.regression import Array
 from tula_hpc.analysis.planning.candidates import CandidateTable
-from tula_hpc.analysis.planning.knee import Array, TrainTime
+from tula_hpc.analysis.planning.knee import TrainTime
 
 
 class Row(NamedTuple):

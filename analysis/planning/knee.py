@@ -4,23 +4,23 @@ Larger batches shorten training ever less, while they cost memory and generaliza
 the largest batch whose last doubling still saves `SAVED` = 20 % of the training time. For steps
 with a fixed cost, T = α/B + β, it is 3 α/β: there, fixed costs take a quarter of the time.
 
-The knee is a property of the training and the nodes, not of the search: the curve continues beyond
-`search.max_batch`, until memory or samples run out. Kneedle, which the paper uses, finds the point
-of the curve farthest below the line between its ends (V. Satopää et al., "Finding a Kneedle in a
+The curve continues beyond `search.max_batch`, until memory or samples run out, so that the knee is
+a property of the training and the nodes. Kneedle, which the paper uses, finds the point of the
+curve farthest below the line between its ends (V. Satopää et al., "Finding a Kneedle in a
 Haystack", 2011): for the same curve that is √(B_min · B_max), whatever α and β are. `kind =
-"kneedle"` uses Kneedle, over the search's own range.
+"kneedle"` uses it over the search's own range.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tula_hpc.analysis.models.regression import Array
 from tula_hpc.analysis.planning.candidates import (
     FEASIBLE,
     CandidateTable,
@@ -34,7 +34,6 @@ from tula_hpc.config import SweepSpec
 from tula_hpc.files import loaded_elsewhere
 from tula_hpc.records import Knee
 
-Array = NDArray[np.float64]
 # Function from index of the partition, nodes, workers per node and local batch (not always whole)
 # to seconds of training: arrays of one length n give (n,), or (draws, n) if models are drawn from
 # the fit's uncertainty.
@@ -92,8 +91,7 @@ def knee_curves(
 ) -> TimeCurves | None:
     """Return the curves to search for the objective's knee; None for objectives without one.
 
-    Each partition must have a possible batch. `with_draws` also draws models from the uncertainty
-    of each fit, for the interval.
+    `with_draws` also draws models from the uncertainty of each fit, for the interval.
     """
     if not sweep.objective.has_knee:
         return None
@@ -112,15 +110,12 @@ def knee_curves(
     return TimeCurves(lines_of(stacked(tables)), _train_time(parts, epochs, drawn=False), drawn)
 
 
-def _batches_between(low: float, high: float, points: int) -> Array:
-    """Return batches from `low` on, `points` per octave: a higher end only appends batches."""
-    count = math.floor(math.log2(high / low) * points + 1e-6) + 1
-    return np.asarray(low * 2.0 ** (np.arange(count) / points))
-
-
 def lower_envelope(lines: Lines, train_time_s: TrainTime, points: int = POINTS) -> Envelope:
     """Return the least training time over the global batch, of all cluster sizes."""
-    grid = _batches_between(lines.smallest.min(), lines.largest.max(), points)
+    low = lines.smallest.min()
+    octaves = math.log2(lines.largest.max() / low)
+    # from the low end on, so that a higher end only appends batches
+    grid = low * 2.0 ** (np.arange(math.floor(octaves * points + 1e-6) + 1) / points)
     line, point = np.nonzero(
         (grid >= lines.smallest[:, None] * (1 - 1e-9))
         & (grid <= lines.largest[:, None] * (1 + 1e-9))
@@ -190,7 +185,10 @@ def find_kneedle(curve: Envelope) -> float | None:
     batches, times, _ = curve
     if np.isnan(kneedle_knees(curve)):
         return None
-    locator = _knee_locator()(batches, times, curve="convex", direction="decreasing", online=True)
+    # imported only when needed: kneed loads matplotlib and scipy.signal, which takes half a second
+    with loaded_elsewhere():
+        from kneed import KneeLocator
+    locator = KneeLocator(batches, times, curve="convex", direction="decreasing", online=True)
     height = (times - times[-1]) / (times[0] - times[-1])
     bend = 1.0 - (batches - batches[0]) / (batches[-1] - batches[0]) - height
     return max(
@@ -198,14 +196,6 @@ def find_kneedle(curve: Envelope) -> float | None:
         key=lambda batch: float(np.interp(batch, batches, bend)),
         default=None,
     )
-
-
-@cache
-def _knee_locator() -> Any:
-    # imported only when needed: kneed loads matplotlib and scipy.signal, which takes half a second
-    with loaded_elsewhere():
-        from kneed import KneeLocator
-    return KneeLocator
 
 
 def batches_up_to(kind: str, knee: float | Array) -> Array:
@@ -217,12 +207,9 @@ def sampled_knees(kind: str, curves: TimeCurves) -> Array:
     """Return the knee of the fitted curve, then of each drawn one, (1 + draws,); NaN for none."""
     found = []
     for train_time_s in filter(None, (curves.nominal, curves.drawn)):
-        found.append(np.atleast_1d(knees(kind, _sampled(curves.lines, train_time_s))))
+        sampled = lower_envelope(curves.lines, train_time_s, DRAWN_POINTS)
+        found.append(np.atleast_1d(knees(kind, sampled)))
     return np.concatenate(found)
-
-
-def _sampled(lines: Lines, train_time_s: TrainTime) -> Envelope:
-    return lower_envelope(lines, train_time_s, DRAWN_POINTS)
 
 
 def knee_of(kind: str, curves: TimeCurves) -> Knee:
@@ -231,7 +218,7 @@ def knee_of(kind: str, curves: TimeCurves) -> Knee:
     knee = find_kneedle(nominal) if kind == "kneedle" else float(doubling_knees(nominal))
     if curves.drawn is None:
         return Knee(global_batch=knee)
-    drawn = _sampled(curves.lines, curves.drawn)
+    drawn = lower_envelope(curves.lines, curves.drawn, DRAWN_POINTS)
     found = knees(kind, drawn)
     share = float(np.mean(np.isnan(found)))
     if share == 1.0:

@@ -3,10 +3,7 @@
 "weighted" minimizes `a · log T + b · log C`, that is the product `T^a × C^b`, with T the expected
 wall time and C the cost. Units and sizes of both do not matter: a candidate that takes twice as
 long must cost less than `2^(−a/b)` times as much to be preferred. a = b = 1 minimizes time × cost,
-b = 0 is "time", a = 0 is "cost".
-
-"progress" minimizes the time to the same progress: a batch B needs (1 + B/B_noise) / (1 +
-base/B_noise) times the samples of `training.base_batch` (see `models.critical_batch`).
+b = 0 is "time", a = 0 is "cost". For "progress" see `models.critical_batch`.
 """
 
 from __future__ import annotations
@@ -17,13 +14,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tula_hpc.analysis.models.regression import Array
 from tula_hpc.analysis.planning.candidates import FEASIBLE, CandidateTable
 from tula_hpc.analysis.planning.knee import MIN_BATCHES, SAVED, TimeCurves, batches_up_to, knee_of
 from tula_hpc.config import ObjectiveSpec
 from tula_hpc.formatting import plural
 from tula_hpc.records import Knee, Plan
-
-Array = NDArray[np.float64]
 
 # candidates up to the knee within this factor of the fastest count as equally fast, since a
 # difference that no measurement could show is not worth money
@@ -51,15 +47,12 @@ def choose(
     """Rank the feasible candidates, of which there is at least one.
 
     "time", "progress", "cost" and "weighted" take the least. Of equal times the cheapest is taken,
-    of equal costs (if all is free, say) the fastest; ties in both go to fewer nodes, then to the
-    smaller batch.
+    of equal costs the fastest; ties in both go to fewer nodes, then to the smaller batch.
 
     "knee" takes the cheapest candidate within 3 % of the fastest with a global batch up to the knee
     of the fitted curves. If constraints leave none there, it takes the smallest batch beyond.
-    "kneedle" has a knee of its own, in the search's range, and includes batches up to half an
-    octave beyond it. If there is no knee, it prefers, in this order: the smallest global batch
-    within 10 % of the least expected time, the fewest nodes, the least time, the least cost. Both
-    need `curves`.
+    "kneedle" includes batches up to half an octave beyond its knee. Without a knee, it takes the
+    smallest batch within 10 % of the least expected time. Both need `curves`.
     """
     feasible = table.why == FEASIBLE
     if objective.has_knee:

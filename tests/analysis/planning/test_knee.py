@@ -6,8 +6,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.table_factory import Row, hyperbola, rows_of, table_of
+from tula_hpc.analysis.models.regression import Array
 from tula_hpc.analysis.planning.knee import (
-    Array,
     Envelope,
     Lines,
     TimeCurves,
