@@ -33,14 +33,12 @@ from statistics import median
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tula_hpc.analysis.models.profiles import Profile
-from tula_hpc.config import ClusterSpec, PricingSpec, WorkloadSpec
+from tula_hpc.analysis.costs.spread import Array
+from tula_hpc.analysis.models.profiles import Profile, medians_by_key
+from tula_hpc.config import WorkloadSpec
 from tula_hpc.formatting import format_duration, format_percent, plural
 from tula_hpc.records import EpochMetrics, StepTimes
-
-Array = NDArray[np.float64]
 
 # Assumed share of the forward pass in forward and backward. Counting operations gives a third
 # (D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
@@ -169,17 +167,16 @@ def evaluation_of(
         if forward_s is not None and row.times.compute_time_s > 0.0:
             shares.append(forward_s / row.times.compute_time_s)
     share = median(shares) if shares else FORWARD_SHARE
-    by_batch: dict[int, list[float]] = {}
+    pairs = []
     for row in profiles:
         forward_s = _forward_time_s(row.times) or row.times.compute_time_s * share
-        seconds = by_batch.setdefault(row.configuration.local_batch, [])
-        seconds.append(forward_s + row.times.data_time_s)
-    batches = sorted(by_batch)
+        pairs.append((row.configuration.local_batch, forward_s + row.times.data_time_s))
+    by_batch = medians_by_key(pairs)
     between_s = _between(profiles) if workload.is_script else None
     return EvaluationTime(
         *evaluated_on(workload, train_samples, test_samples),
-        np.array(batches, dtype=np.float64),
-        np.array([median(by_batch[batch]) for batch in batches]),
+        np.array(list(by_batch), dtype=np.float64),
+        np.array(list(by_batch.values())),
         timed=bool(shares) or between_s is not None,
         forward_share=share,
         between_s=between_s,
@@ -188,17 +185,17 @@ def evaluation_of(
 
 def _between(profiles: Sequence[Profile]) -> tuple[float, float] | None:
     """Fit the time between a script's epochs by relative errors; None if no profile saw it."""
-    by_workers: dict[int, list[float]] = {}
-    for row in profiles:
-        if row.between_epochs_s is not None and row.between_epochs_s > 0.0:
-            found = by_workers.setdefault(row.configuration.world_size, [])
-            found.append(row.between_epochs_s)
+    by_workers = medians_by_key(
+        (row.configuration.world_size, row.between_epochs_s)
+        for row in profiles
+        if row.between_epochs_s is not None and row.between_epochs_s > 0.0
+    )
     if not by_workers:
         return None
     # imported late: `tula status` prices runs too, and SciPy would double its memory
     from scipy.optimize import nnls
 
-    seconds = np.array([median(found) for found in by_workers.values()])
+    seconds = np.array(list(by_workers.values()))
     if len(seconds) == 1:
         return float(seconds[0]), 0.0
     workers = np.array(list(by_workers), dtype=np.float64)
@@ -232,24 +229,9 @@ def evaluated_on(
     return math.ceil(ASSUMED_SHARE * train_samples), False
 
 
-def with_start(cluster: ClusterSpec, measured_s: float | None) -> ClusterSpec:
-    """Return the cluster with the measured start in its prices, unless they state one."""
-    if cluster.pricing.restart_s is not None or measured_s is None:
-        return cluster
-    pricing = cluster.pricing.model_copy(update={"restart_s": measured_s})
-    return cluster.model_copy(update={"pricing": pricing})
-
-
-def end_s(measured_s: float | None, pricing: PricingSpec) -> float:
-    """Return the seconds of a job's end, given its measured start and prices from `with_start`."""
-    if measured_s is None or pricing.restart_s != measured_s:
-        return 0.0
-    return END_SHARE * measured_s
-
-
-def describe(measured_s: float | None, pricing: PricingSpec) -> str:
-    """Return a sentence on the time of a start and its source; prices are from `with_start`."""
-    duration = format_duration(pricing.start_s)
-    if measured_s is not None and pricing.restart_s == measured_s:
+def describe(start_s: float, *, measured: bool) -> str:
+    """Return a sentence on the time of a start and its source."""
+    duration = format_duration(start_s)
+    if measured:
         return f"a job takes {duration} to its first step, as profile jobs of this run measured"
     return f"a job is assumed to take {duration} to its first step (pricing.restart_s)"

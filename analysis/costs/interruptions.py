@@ -31,14 +31,11 @@ from enum import StrEnum, auto
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tula_hpc.analysis.costs.spread import MOMENT_S
+from tula_hpc.analysis.costs.spread import MOMENT_S, Array
 from tula_hpc.config import CHECKPOINT_MINUTES, PricingSpec, WorkloadSpec
 from tula_hpc.formatting import format_duration
 from tula_hpc.records import CREDIBLE_S, Event, RunHistory
-
-Array = NDArray[np.float64]
 
 # training checks about once a second whether to save; a shorter interval gains nothing
 MIN_INTERVAL_S = 10.0
@@ -144,11 +141,8 @@ def with_epoch_ends_s(every_s: Array, epoch_s: Array, least_s: float) -> Array:
 
 
 def _in_long_epochs_s(every_s: Array, epoch_s: Array, least_s: float) -> Array:
-    """Return the mean seconds of training steps between saves in epochs longer than T.
-
-    In each epoch more steps lie between the last save and the end of the epoch than in the epoch
-    before, until the end of an epoch saves.
-    """
+    """Return the mean seconds of training steps between saves in epochs longer than T."""
+    # more steps follow the last save of each epoch than of the one before, until its end saves
     whole = np.floor(epoch_s / every_s * (1.0 + 1e-9))
     rest_s = np.maximum(epoch_s - whole * every_s, 0.0)
     at_an_end = rest_s > 1e-9 * every_s
@@ -199,7 +193,8 @@ def by_epochs_under_time_limit(
 
         m = ⌊(L − R) / τ⌋,  requeues k = ⌈E / m⌉ − 1,  time = k L + R + (E − k m) τ
 
-    If no epoch fits into a job, the training never ends. See `under_time_limit` for the letters.
+    If no epoch fits into a job, the training never ends. A training that starts over counts as one
+    epoch. See `under_time_limit` for the letters.
     """
     # a batch beyond all samples has no step, and an epoch no work
     epoch_s = np.maximum(work_s / epochs, MOMENT_S)
@@ -209,13 +204,3 @@ def by_epochs_under_time_limit(
     time_s = requeues * limit_s + restart_s + (epochs - requeues * each) * epoch_s
     possible = fits | (each >= 1.0)
     return Requeued(np.where(possible, time_s, np.inf), np.where(possible, requeues, np.inf))
-
-
-def anew_under_time_limit(work_s: Array, limit_s: float, restart_s: float) -> Requeued:
-    """Return the expected time of a training that starts over after each time limit.
-
-    It ends within the first job or never. See `under_time_limit` for the arguments.
-    """
-    needed_s = work_s + restart_s
-    is_over = needed_s > limit_s
-    return Requeued(np.where(is_over, np.inf, needed_s), np.where(is_over, np.inf, 0.0))

@@ -13,22 +13,15 @@ adds cooling and losses.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from statistics import median
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-from numpy import float64
-from numpy.typing import NDArray
 
 from tula_hpc.analysis.costs import interruptions, slurm_billing
-from tula_hpc.analysis.costs.interruptions import (
-    Resume,
-    anew_under_time_limit,
-    by_epochs_under_time_limit,
-    under_time_limit,
-)
-from tula_hpc.analysis.costs.spread import MOMENT_S
+from tula_hpc.analysis.costs.interruptions import Resume
+from tula_hpc.analysis.costs.spread import MOMENT_S, Array
 from tula_hpc.analysis.models.profiles import Profile
 from tula_hpc.config import GIB, ClusterSpec, PricingSpec, TrainingSpec
 from tula_hpc.errors import InputError
@@ -36,7 +29,6 @@ from tula_hpc.formatting import FOREVER_S, HOUR_S
 
 JOULES_PER_KWH = 3.6e6
 
-Array = NDArray[float64]
 Amount = TypeVar("Amount", float, Array)
 
 
@@ -53,21 +45,6 @@ def node_power(profiles: Iterable[Profile], pricing: PricingSpec) -> NodePower |
         return NodePower(pricing.watts_per_node, False)
     measured = [profile.watts_per_node for profile in profiles if profile.watts_per_node > 0.0]
     return NodePower(median(measured), True) if measured else None
-
-
-def energy_kwh(nodes: Amount, time_s: Amount, watts: float, pue: float) -> Amount:
-    """Return the kilowatt-hours of N nodes over a time, including the site's overhead (PUE)."""
-    return nodes * time_s * (watts * pue / JOULES_PER_KWH)
-
-
-def fixed_share(wall_parts_s: Mapping[str, float]) -> float:
-    """Return the share of the wall time that does not depend on the step time; 0 if unknown.
-
-    This is the time of evaluation, starts and ends.
-    """
-    whole_s = sum(wall_parts_s.values())
-    fixed_s = sum(wall_parts_s.get(name, 0.0) for name in ("evaluation", "starts", "ends"))
-    return fixed_s / whole_s if whole_s > 0 else 0.0
 
 
 class Usage(NamedTuple):
@@ -113,9 +90,7 @@ def train_cost_usd(
 
     Basis "node-hour": `C = T × N × p`, with p in USD per node and hour; "spot" the same, with its
     own price. Basis "memory": `C = T × N × workers × M × q`, with M the GiB that each worker uses
-    and q in USD per GiB and hour.
-
-    All arguments after the first are numbers, or arrays of one shape.
+    and q in USD per GiB and hour. Arguments are numbers, or arrays of one shape.
 
     Raises:
         ValueError: The basis needs more quantities than these; see `bill`.
@@ -139,10 +114,9 @@ def bill(
     *,
     resume: Resume = Resume.CHECKPOINT,
 ) -> Bill:
-    """Return expected wall time and cost of trainings on one kind of nodes.
+    """Return expected wall time and cost of trainings on a cluster without partitions.
 
-    The cluster has no partitions (see `ClusterSpec.parts`). Without `save_s` a checkpoint costs
-    what the prices state.
+    Without `save_s` a checkpoint costs what the prices state.
 
     Raises:
         InputError: The basis is energy, and the power of a node is unknown.
@@ -151,16 +125,18 @@ def bill(
     if save_s is None:
         save_s = pricing.save_s
     if resume is Resume.NOTHING:
+        # all of its work is one epoch, from whose beginning it starts over
         save_s = 0.0
+        usage = usage._replace(epochs=1.0)
     interval_s = _saved_every_s(cluster, training, usage, save_s, resume)
     saving_s = usage.train_time_s / interval_s * save_s
     work_s = usage.train_time_s + usage.evaluation_s + saving_s
-    until_warning_s = cluster.train_minutes * 60.0 - cluster.signal_delay_s
-    limited = under_time_limit(work_s, until_warning_s, interval_s, pricing.start_s)
-    if resume is Resume.EPOCH:
-        limited = by_epochs_under_time_limit(work_s, until_warning_s, usage.epochs, pricing.start_s)
-    if resume is Resume.NOTHING:
-        limited = anew_under_time_limit(work_s, until_warning_s, pricing.start_s)
+    limit_s = cluster.train_minutes * 60.0 - cluster.signal_delay_s
+    start_s = pricing.start_s
+    if resume is Resume.CHECKPOINT:
+        limited = interruptions.under_time_limit(work_s, limit_s, interval_s, start_s)
+    else:
+        limited = interruptions.by_epochs_under_time_limit(work_s, limit_s, usage.epochs, start_s)
     time_s = limited.time_s
     if pricing.basis == "spot":
         # a preempted job has its whole time limit again, so that both kinds of losses add up
@@ -169,7 +145,7 @@ def bill(
     wall_s = np.minimum(time_s + ends_s, FOREVER_S)
     kwh = np.full_like(wall_s, np.nan)
     if power:
-        kwh = energy_kwh(usage.nodes, wall_s, power.watts, pricing.pue)
+        kwh = usage.nodes * wall_s * (power.watts * pricing.pue / JOULES_PER_KWH)
     cost = _cost(usage._replace(train_time_s=wall_s), cluster, kwh, power)
     return Bill(wall_s, limited.requeues, cost, kwh, interval_s, saving_s)
 
@@ -235,26 +211,16 @@ def between_preemptions_s(pricing: PricingSpec, nodes: Array) -> Array:
 def _saved_every_s(
     cluster: ClusterSpec, training: TrainingSpec, usage: Usage, save_s: float, resume: Resume
 ) -> Array:
-    """Return the seconds of steps between points to resume from, the most that is repeated."""
-    if resume is Resume.NOTHING:
-        return np.maximum(usage.train_time_s, MOMENT_S)
-    if resume is Resume.EPOCH:
-        return np.maximum(usage.train_time_s / usage.epochs, MOMENT_S)
-    return _checkpoint_s(cluster, training, usage, save_s)
-
-
-def _checkpoint_s(
-    cluster: ClusterSpec, training: TrainingSpec, usage: Usage, save_s: float
-) -> Array:
-    """Return the mean seconds of steps between checkpoints, including those at ends of epochs."""
+    """Return the mean seconds of steps between points to resume from, ends of epochs included."""
     epoch_s = usage.train_time_s / usage.epochs
+    if resume is not Resume.CHECKPOINT:
+        return np.maximum(epoch_s, MOMENT_S)
     if training.checkpoint_minutes is not None:
         every_s = np.full_like(usage.nodes, training.checkpoint_s)
         return interruptions.with_epoch_ends_s(every_s, epoch_s, 0.0)
+    between_s = np.full_like(usage.nodes, training.interruption_hours * HOUR_S)
     if cluster.pricing.basis == "spot":
         between_s = between_preemptions_s(cluster.pricing, usage.nodes)
-    else:
-        between_s = np.full_like(usage.nodes, training.interruption_hours * HOUR_S)
     every_s = interruptions.interval_s(save_s, between_s)
     least_s = interruptions.least_interval_s(save_s)
     return interruptions.with_epoch_ends_s(every_s, epoch_s, least_s)

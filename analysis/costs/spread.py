@@ -32,16 +32,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tula_hpc.config import ClusterSpec
+from tula_hpc.config import PricingSpec
 
 Array = NDArray[np.float64]
 Ends = tuple[float, float]
 
 # 90 % of a normal distribution lie within this many standard deviations
 Z_90 = 1.645
-# Standard deviation, in logarithms, of a training's start around the median of its profile jobs.
-# Starts were 0 to 21 % off in seven trainings on the test cluster while nothing else ran there,
-# before the sweeps of tests/benchmarks/promise.py.
+# starts were 0 to 21 % off in seven trainings on the test cluster while nothing else ran there
 START_SPREAD = 0.15
 PRIOR_STARTS = 4
 STATED_SPREAD = 0.35
@@ -76,25 +74,24 @@ class Spread(NamedTuple):
     """Factors between which the parts lie with 90 % probability, on one kind of nodes."""
 
     starts: Ends
-    evaluation: Ends
     saves: Ends = ASSUMED_SAVES
     # most seconds that the save at the end takes
     last_save_s: float = 0.0
 
     def of_parts(
-        self, parts_s: Mapping[str, float], pace: Ends, interruption_s: float
+        self, parts_s: Mapping[str, float], pace: Ends, evaluation: Ends, interruption_s: float
     ) -> dict[str, Ends]:
         """Return the interval of each part of `Candidate.wall_parts_s`, seconds.
 
-        `pace` holds the factors of the step time. One interruption repeats `interruption_s`: a
-        start and half an interval between checkpoints.
+        `pace` and `evaluation` are the factors of the step time and of evaluations. An interruption
+        repeats `interruption_s`: a start and half an interval between checkpoints.
         """
         expected = parts_s.get(TimePart.REPEATED, 0.0) / max(interruption_s, MOMENT_S)
         more = Z_90 / math.sqrt(max(expected, FEWEST))
         factors = {
             TimePart.STARTS: self.starts,
             TimePart.STEPS: pace,
-            TimePart.EVALUATION: self.evaluation,
+            TimePart.EVALUATION: evaluation,
             TimePart.CHECKPOINTS: self.saves,
             TimePart.REPEATED: (max(0.0, 1.0 - more), 1.0 + more),
             TimePart.ENDS: END_FACTORS,
@@ -154,16 +151,19 @@ def start_factors(measured_s: Sequence[float]) -> Ends:
     return math.exp(-half), math.exp(half)
 
 
-def with_save(cluster: ClusterSpec, state_bytes: float) -> ClusterSpec:
-    """Return the cluster with a checkpoint's time, estimated from its size, in its prices.
+def with_start_and_save(
+    pricing: PricingSpec, start_s: float | None, state_bytes: float
+) -> PricingSpec:
+    """Return the prices with the measured start, and the time to save a state of this size.
 
-    A stated time stays. The estimate is at most the time assumed for a checkpoint of unknown size.
+    Stated times stay. The time of a save is at most that assumed for a checkpoint of unknown size.
     """
-    if cluster.pricing.checkpoint_write_s is not None or state_bytes <= 0:
-        return cluster
-    save_s = last_save_s(state_bytes, cluster.pricing.save_s)
-    pricing = cluster.pricing.model_copy(update={"checkpoint_write_s": save_s})
-    return cluster.model_copy(update={"pricing": pricing})
+    measured: dict[str, float] = {}
+    if pricing.restart_s is None and start_s is not None:
+        measured["restart_s"] = start_s
+    if pricing.checkpoint_write_s is None and state_bytes > 0:
+        measured["checkpoint_write_s"] = last_save_s(state_bytes, pricing.save_s)
+    return pricing.model_copy(update=measured)
 
 
 def last_save_s(state_bytes: float, save_s: float) -> float:

@@ -1,21 +1,19 @@
 """A training's bill: its expected and actual time and cost, and the parts that were off.
 
 Seconds are those of the training's jobs, from when the scheduler grants nodes until it has them
-back, without queueing. They come from the scheduler's accounting, if there is one
-(accounting.jsonl). Otherwise the run's own records give them up to the last work of each job; the end
-of a job is then assumed to take as long as planned, unless the notes show that it ended sooner. The
-price of a second is the plan's, so that expected and actual cost differ only by the time.
+back. They come from the scheduler's accounting, if there is one (accounting.jsonl). Otherwise the
+run's own records give them up to the last work of each job; the end of a job is then assumed to
+take as long as planned, unless the notes show that it ended sooner. The price of a second is the
+plan's, so that expected and actual cost differ only by the time.
 
 A training times its own steps, evaluations and saves, and the start of each of its jobs. The rest
-of the time in accounting is the end of the job. After interruptions the rest also includes the work
-that was lost, and counts as repeated.
+of the time in accounting is the end of the job, or after interruptions repeated work.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -167,14 +165,12 @@ def _used(result: TrainResult, events: Sequence[Event], accounts: Sequence[JobAc
         # the events are lost; the wall time is all work, unless restarts waited in the queue
         work_s = result.wall_time_s
         without_start = 1.0
-    seconds = work_s + _end_s(result.starts_s, events) + without_start * result.starts_s
-    return _Used(seconds, seconds * result.nodes, Source.NOTES, use.runs, use.unknown_runs)
-
-
-def _end_s(starts_s: float, events: Iterable[Event]) -> float:
-    """Return the seconds from a training's last work to its job's end: an estimate, or less."""
+    end_s = END_SHARE * result.starts_s
     noted_s = RunHistory(events).seconds_to_end()
-    return min(END_SHARE * starts_s, math.inf if noted_s is None else noted_s)
+    if noted_s is not None:
+        end_s = min(end_s, noted_s)
+    seconds = work_s + end_s + without_start * result.starts_s
+    return _Used(seconds, seconds * result.nodes, Source.NOTES, use.runs, use.unknown_runs)
 
 
 def _failed_s(result: TrainResult, history: RunHistory, accounts: Sequence[JobAccount]) -> float:

@@ -99,11 +99,7 @@ def _job_run(
 
 
 def only_waiting_s(runs: Sequence[JobRun]) -> float:
-    """Return the seconds in which jobs waited and none ran.
-
-    Waiting while another job runs does not count as queueing, as tasks of an array wait for each
-    other.
-    """
+    """Return the seconds in which jobs waited and none ran; tasks of an array await each other."""
     waiting = [(run.waited_from, run.began_at) for run in runs]
     running = [(run.began_at, run.ended_at) for run in runs]
     return length_of_union([*waiting, *running]) - length_of_union(running)
@@ -120,11 +116,7 @@ def length_of_union(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def describe_profiling(runs: Sequence[JobRun], measurements: Iterable[Measurement]) -> str:
-    """Return the cost of profile jobs in one sentence; "" if no job left notes.
-
-    Times are by the jobs' own clocks, from the start of the allocation to their last note. The
-    scheduler's accounting has a second or two more, in which the processes end.
-    """
+    """Return the cost of profile jobs, by their own clocks, in one sentence; "" without notes."""
     if not runs:
         return ""
     node_seconds = sum(run.node_seconds for run in runs)

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 
 from tula_hpc.analysis.figures import style
 from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
-from tula_hpc.analysis.models.profiles import Summary, summarize, update_time
+from tula_hpc.analysis.models.profiles import Summary, summarize
 from tula_hpc.analysis.planning.memory_limit import memory_limit_bytes, on_top_bytes
 from tula_hpc.analysis.run_contents import RunContents, used_bytes
 from tula_hpc.config import GIB
@@ -163,8 +163,7 @@ def _allowed(
     extra_bytes = np.zeros(len(workers))
     if run.sweep and run.cluster and summary.profiles:
         counts = np.array(workers, dtype=np.float64)
-        update_s = update_time(summary)
-        extra_bytes = on_top_bytes(summary, update_s, run.cluster, run.sweep.training, counts)
+        extra_bytes = on_top_bytes(summary, run.cluster, run.sweep.training, counts)
     margin = run.cluster.memory_margin if run.cluster else 0.0
     return dict(zip(workers, (limit * (1 - margin) - extra_bytes).tolist(), strict=True))
 

@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from tula_hpc.analysis.models.memory import MemoryModel, fit_memory
 from tula_hpc.analysis.models.profiles import Summary, UpdateTime, update_time
 from tula_hpc.analysis.models.step_time import StepTimeModel, fit_step_time
 from tula_hpc.config.search import FormName
 from tula_hpc.errors import NotEnoughDataError
-
-Array = NDArray[np.float64]
 
 # a single local batch cannot tell fixed costs from costs per sample
 MIN_LOCAL_BATCHES = 2
@@ -62,9 +57,9 @@ def fit_models(
 ) -> Models:
     """Fit step time, memory and updates to all configurations that ran.
 
-    A configuration that ran out of memory needed more than `memory_limit_bytes`; None: the limit is
-    unknown. `possible` are the local batches that a plan may choose and that did not run out of
-    memory; None: any. If all of these were measured, a single one is enough.
+    A configuration that ran out of memory needed more than `memory_limit_bytes`; None: unknown.
+    `possible` are the local batches that a plan may choose; None: any. If all of these were
+    measured, a single one is enough.
 
     Raises:
         NotEnoughDataError: Nothing ran, or fewer than two local batches did although more can.

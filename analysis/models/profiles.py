@@ -27,8 +27,7 @@ from tula_hpc.records import (
 
 # width of a normal distribution's 90 % interval over that of its 95 % interval
 SHARE_90 = 1.645 / 1.96
-# intervals of a step end at this factor above and below it: wider ones, as after two rounds, say
-# no more
+# intervals of a step end at this factor above and below it: wider ones say no more
 MOST_NOISE = 2.0
 
 
@@ -38,7 +37,6 @@ class Profile(NamedTuple):
     configuration: Configuration
     times: StepTimes
     memory: MemoryUse
-    repeats: int
     # the interval of at least one repeat became narrower than search.ci_width
     converged: bool
     # every repeat had its nodes to itself
@@ -72,8 +70,6 @@ class Profile(NamedTuple):
     @property
     def of_one_pass(self) -> Profile:
         """This profile as if its local batch had been that of a single forward pass."""
-        if self.accumulation == 1:
-            return self
         return self._replace(
             configuration=_of_one_pass(self.configuration, self.accumulation),
             times=times_of_one_pass(self.times, self.accumulation),
@@ -175,20 +171,20 @@ class Summary(NamedTuple):
 
     def oom_bound(self, *, alone: bool) -> float:
         """Return the least local batch that lacks memory, on one worker or on several, or inf."""
-        bounds = (*self.out_of_memory, *self.short_of_memory)
-        return min(equivalent_batches(bounds, self.parts, alone=alone), default=math.inf)
+        lacking = equivalent_batches(self.short_of_memory, self.parts, alone=alone)
+        return min(lacking, default=math.inf)
 
     @property
-    def short_of_memory(self) -> tuple[Configuration, ...]:
-        """Configurations that ran only because the allocator freed its cache and tried again."""
-        return tuple(row.of_one_pass.configuration for row in self.profiles if row.memory.ran_short)
+    def short_of_memory(self) -> list[Configuration]:
+        """Configurations that ran out of memory, or only ran after the allocator freed its cache."""
+        short = [row.of_one_pass.configuration for row in self.profiles if row.memory.ran_short]
+        return [*self.out_of_memory, *short]
 
     @property
     def oom_reason(self) -> str:
         """Memory that ran out with the fewest samples at once; it did in at least one configuration."""
-        bounds = (*self.out_of_memory, *self.short_of_memory)
-        held = equivalent_batches(bounds, self.parts, alone=False)
-        at_once, first = min(zip(held, bounds, strict=True))
+        held = equivalent_batches(self.short_of_memory, self.parts, alone=False)
+        at_once, first = min(zip(held, self.short_of_memory, strict=True))
         outcome = "ran only after the allocator had freed memory"
         if first in self.out_of_memory:
             outcome = "ran out of memory"
@@ -277,15 +273,13 @@ def _profile(configuration: Configuration, passes: int, rows: Sequence[Measureme
     used = [row.processor for row in rows if row.processor]
     watts = [row.watts_per_node for row in rows if row.watts_per_node > 0.0]
     between_s = [row.between_epochs_s for row in rows if row.between_epochs_s is not None]
-    smaller = medians_by_batch(pair for row in rows for pair in row.smaller_computes)
+    smaller = medians_by_key(pair for row in rows for pair in row.smaller_computes)
     memories = [row.memory for row in rows if row.memory]
-    samples = [row.epoch_samples for row in rows if row.epoch_samples > 0]
     return Profile(
         configuration,
         times=_medians([row.times for row in rows if row.times], float),
         # memory that was short once does not suffice
         memory=_medians(memories, round, largest=("alloc_retries", "ooms")),
-        repeats=len(rows),
         converged=any(row.converged for row in rows),
         exclusive=all(row.exclusive for row in rows),
         emulated=any(row.emulated for row in rows),
@@ -298,16 +292,16 @@ def _profile(configuration: Configuration, passes: int, rows: Sequence[Measureme
         one_iterator=any(row.one_iterator for row in rows),
         accumulation=passes,
         between_epochs_s=median(between_s) if between_s else None,
-        epoch_samples=_most_common(Counter(samples)) if samples else 0,
+        epoch_samples=_most_common(_counts(row.epoch_samples for row in rows)),
     )
 
 
-def medians_by_batch(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:
-    """Return the median of each batch's values, batches ascending."""
+def medians_by_key(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """Return the median of each key's values, keys ascending."""
     found: defaultdict[int, list[float]] = defaultdict(list)
-    for batch, value in pairs:
-        found[batch].append(value)
-    return {batch: median(found[batch]) for batch in sorted(found)}
+    for key, value in pairs:
+        found[key].append(value)
+    return {key: median(found[key]) for key in sorted(found)}
 
 
 Fields = TypeVar("Fields", bound=Record)
@@ -386,9 +380,7 @@ class UpdateTime(NamedTuple):
 
     def predict(self, workers: NDArray[np.float64]) -> NDArray[np.float64]:
         """Interpolate between measured numbers of workers, constant beyond; 0 without any."""
-        if not self.workers:
-            return np.zeros_like(workers)
-        return np.interp(workers, self.workers, self.seconds)
+        return np.interp(workers, self.workers or [1], self.seconds or [0.0])
 
 
 def update_time(summary: Summary) -> UpdateTime:
@@ -396,9 +388,9 @@ def update_time(summary: Summary) -> UpdateTime:
 
     Medians over the local batches: the reference batch of an update does not depend on them.
     """
-    by_workers: dict[int, list[float]] = {}
-    for row in summary.profiles:
-        if row.times.update_time_s > 0:
-            by_workers.setdefault(row.configuration.world_size, []).append(row.times.update_time_s)
-    workers = sorted(by_workers)
-    return UpdateTime(workers, [median(by_workers[count]) for count in workers])
+    by_workers = medians_by_key(
+        (row.configuration.world_size, row.times.update_time_s)
+        for row in summary.profiles
+        if row.times.update_time_s > 0
+    )
+    return UpdateTime(list(by_workers), list(by_workers.values()))

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tula_hpc.analysis.costs.interruptions import Resume
 from tula_hpc.analysis.costs.spread import Ends, step_factors, whole_factors, widened
 from tula_hpc.analysis.models.critical_batch import samples_to_same_progress
 from tula_hpc.analysis.planning.candidates import FEASIBLE, CandidateTable, Partition, Why
-from tula_hpc.analysis.planning.memory_limit import allowed_bytes
 from tula_hpc.config import GIB
 from tula_hpc.formatting import FOREVER_S, format_duration
 from tula_hpc.records import Candidate
@@ -31,17 +29,16 @@ ALSO_ON_TOP = " and more while the gradient scale is updated and a checkpoint is
 
 
 def as_records(
-    table: CandidateTable, parts: Sequence[Partition], front: NDArray[np.bool_]
+    table: CandidateTable, parts: Sequence[Partition], front: Collection[int] = ()
 ) -> list[Candidate]:
-    """Return candidates as records, with their 90 % intervals; `front` marks the Pareto front.
+    """Return candidates as records, with 90 % intervals; `front` has rows of the Pareto front.
 
     Intervals of steps are those of the model, wider by `Summary.noise` and moved to the planned
     step time, which may be a measured one; they contain the model's prediction if the two agree.
     `costs.spread` has the intervals of the whole time and the cost.
     """
-    lows = np.empty(table.rows)
-    highs = np.empty(table.rows)
     predicted_s = np.empty(table.rows)
+    ends_s = np.empty((2, table.rows))
     for index, part in enumerate(parts):
         mine = table.part == index
         if mine.any():
@@ -49,14 +46,13 @@ def as_records(
             points = rows.nodes, rows.local_batch, rows.workers_per_node
             predicted_s[mine] = part.models.step_time.predict(*points)
             ends = part.models.step_time.interval(*points)
-            where = zip(rows.nodes, rows.workers_per_node, rows.local_batch, strict=True)
-            noise = part.summary.noise(where)
-            lows[mine], highs[mine] = widened(predicted_s[mine], np.stack(ends), noise)
-    relative = step_factors(table.step_time_s, predicted_s, np.stack([lows, highs]))
-    columns = (*table, front, predicted_s, *relative)
+            noise = part.summary.noise(zip(*rows.grid, strict=True))
+            ends_s[:, mine] = widened(predicted_s[mine], np.stack(ends), noise)
+    columns = (*table, predicted_s, *step_factors(table.step_time_s, predicted_s, ends_s))
+    rows_and_ends = zip(*(column.tolist() for column in columns), strict=True)
     return [
-        _record(CandidateTable(*row), parts, pareto, model_s, (low, high))
-        for *row, pareto, model_s, low, high in zip(*(c.tolist() for c in columns), strict=True)
+        _record(CandidateTable(*row), parts, index in front, model_s, (low, high))
+        for index, (*row, model_s, low, high) in enumerate(rows_and_ends)
     ]
 
 
@@ -74,7 +70,7 @@ def _record(
     every_s = float(row.checkpoint_s)
     parts_s = _wall_parts_s(row, part)
     each_s = part.cluster.pricing.start_s + every_s / 2.0
-    part_ends = part.spread.of_parts(parts_s, ends, each_s)
+    part_ends = part.spread.of_parts(parts_s, ends, part.evaluation.factors, each_s)
     whole = whole_factors(parts_s, part_ends, ends)
     intervals = {}
     for name, value in numbers.items():
@@ -189,7 +185,7 @@ def _unseen_memory(row: CandidateTable, part: Partition) -> str:
 def _too_much_memory(needed: float, part: Partition) -> str:
     limit = part.memory_limit_bytes or 0
     share = part.cluster.memory_margin
-    allowed = allowed_bytes(limit, share)
+    allowed = part.allowed_bytes
     on_top = ALSO_ON_TOP if needed <= allowed else ""
     return (
         f"{needed / GIB:.3g} GiB per worker{on_top}, more than {allowed / GIB:.3g} GiB "

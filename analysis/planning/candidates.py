@@ -20,15 +20,15 @@ from tula_hpc.analysis.costs.spread import Spread
 from tula_hpc.analysis.models.critical_batch import samples_to_same_progress
 from tula_hpc.analysis.models.fitted import Models
 from tula_hpc.analysis.models.profiles import Summary
+from tula_hpc.analysis.models.regression import Array
 from tula_hpc.analysis.models.step_time import StepTimeModel
 from tula_hpc.analysis.planning.memory_limit import allowed_bytes, memory_limit_bytes, on_top_bytes
-from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, cluster_sizes
+from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, cluster_sizes, local_batches
 from tula_hpc.config.training import PASS_SHARE
 from tula_hpc.formatting import FOREVER_S
 from tula_hpc.records import steps_of_epoch
 
 Integers = NDArray[np.int64]
-Array = NDArray[np.float64]
 
 
 class Grid(NamedTuple):
@@ -47,11 +47,6 @@ class Grid(NamedTuple):
         """Return some rows."""
         return Grid(*(column[rows] for column in self))
 
-    def as_floats(self) -> tuple[Array, Array, Array]:
-        """Return nodes, workers per node and local batch for computing with them."""
-        nodes, workers_per_node, local_batch = (column.astype(np.float64) for column in self)
-        return nodes, workers_per_node, local_batch
-
     def keys(self) -> Integers:
         """Return one number for each configuration, for comparing many at once."""
         return (self.nodes << 38) | (self.workers_per_node << 31) | self.local_batch
@@ -59,13 +54,13 @@ class Grid(NamedTuple):
 
 def candidate_grid(search: SearchSpec, cluster: ClusterSpec) -> Grid:
     """Return every power of two as local batch within the bounds, for every cluster size."""
-    sizes = np.array(sorted(cluster_sizes(search, cluster)), dtype=np.int64)
-    powers = 2 ** np.arange(search.max_batch.bit_length(), dtype=np.int64)
-    batches = sizes[:, None] * cluster.workers_per_node * powers
-    size, power = np.nonzero((batches >= search.min_batch) & (batches <= search.max_batch))
-    return Grid(
-        sizes[size], np.full(size.shape, cluster.workers_per_node, dtype=np.int64), powers[power]
-    )
+    per_node = cluster.workers_per_node
+    rows = [
+        (nodes, per_node, batch)
+        for nodes in sorted(cluster_sizes(search, cluster))
+        for batch in local_batches(search, nodes, per_node)
+    ]
+    return Grid(*np.array(rows, dtype=np.int64).reshape(-1, 3).T)
 
 
 class Why(IntEnum):
@@ -103,7 +98,7 @@ class Partition(NamedTuple):
     power: NodePower | None
     evaluation: EvaluationTime
     spread: Spread
-    # seconds of each job's end, see `costs.evaluation`
+    # seconds of each job's end, see `costs.evaluation`; 0 unless its start was measured
     end_s: float = 0.0
     # seconds of a checkpoint, as measured; None: not measured
     save_s: float | None = None
@@ -119,6 +114,12 @@ class Partition(NamedTuple):
     def memory_limit_bytes(self) -> int | None:
         """Limit of one worker, from the cluster file and from profiles; None if unknown."""
         return memory_limit_bytes(self.cluster, self.summary.memory_uses)
+
+    @property
+    def allowed_bytes(self) -> float:
+        """Limit of one worker less its margin; infinite if unknown."""
+        allowed = allowed_bytes(self.cluster, self.summary.memory_uses)
+        return np.inf if allowed is None else allowed
 
 
 class CandidateTable(NamedTuple):
@@ -155,6 +156,11 @@ class CandidateTable(NamedTuple):
         """Number of candidates."""
         return len(self.part)
 
+    @property
+    def grid(self) -> Grid:
+        """Configurations of the candidates."""
+        return Grid(self.nodes, self.workers_per_node, self.local_batch)
+
     def take(self, rows: NDArray[np.intp] | NDArray[np.bool_] | Sequence[int]) -> CandidateTable:
         """Return some rows."""
         columns: list[Any] = [column[rows] for column in self]
@@ -171,10 +177,9 @@ def stacked(tables: Sequence[CandidateTable]) -> CandidateTable:
 
 def predict(index: int, part: Partition, grid: Grid, sweep: SweepSpec) -> CandidateTable:
     """Predict and price configurations on one partition, see `priced`."""
-    nodes, per_node, batch = grid.as_floats()
-    step_s = part.models.step_time.predict(nodes, batch, per_node)
-    step_s = as_measured(step_s, grid, part.summary, part.models.step_time)
-    return priced(index, part, grid, sweep, step_s)
+    model = part.models.step_time
+    step_s = model.predict(grid.nodes, grid.local_batch, grid.workers_per_node)
+    return priced(index, part, grid, sweep, as_measured(step_s, grid, part.summary, model))
 
 
 def as_measured(step_s: Array, grid: Grid, summary: Summary, model: StepTimeModel) -> Array:
@@ -217,11 +222,11 @@ def priced(
 
     An epoch consists of its steps and the updates of the gradient scale.
     """
-    nodes, per_node, batch = grid.as_floats()
+    nodes, per_node, batch = (column.astype(np.float64) for column in grid)
     workers = nodes * per_node
     models = part.models
     peak = np.ceil(models.memory.predict(batch, workers))
-    on_top = on_top_bytes(part.summary, models.update_time_s, part.cluster, sweep.training, workers)
+    on_top = on_top_bytes(part.summary, part.cluster, sweep.training, workers)
     batches = _batches(part.summary, grid)
     epoch = step * steps_of_epoch(batches, short_batch=part.summary.short_batch)
     epoch += _updates_per_epoch(part, grid, sweep) * models.update_time_s.predict(workers)
@@ -240,13 +245,8 @@ def priced(
         step_time_s=step,
         epoch_time_s=epoch,
         train_time_s=train,
-        wall_time_s=paid.wall_time_s,
-        requeues=paid.requeues,
-        cost=paid.cost,
-        energy_kwh=paid.energy_kwh,
-        checkpoint_s=paid.checkpoint_s,
+        **paid._asdict(),
         evaluation_s=evaluation,
-        saving_s=paid.saving_s,
         progress_time_s=_progress_time_s(part, usage, grid, sweep),
         peak_bytes=peak,
         why=_why_not(part, grid, peak, on_top, paid.wall_time_s),
@@ -288,7 +288,7 @@ def _why_not(
 ) -> Integers:
     """Return the first reason against each candidate; the user's constraints come later."""
     summary = part.summary
-    allowed = allowed_bytes(part.memory_limit_bytes, part.cluster.memory_margin)
+    allowed = part.allowed_bytes
     bound = np.where(
         grid.nodes * grid.workers_per_node == 1,
         summary.oom_bound(alone=True),

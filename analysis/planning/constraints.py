@@ -46,17 +46,14 @@ class Constraint(NamedTuple):
 def constraints_of(objective: ObjectiveSpec) -> list[Constraint]:
     """Return the constraints that are set."""
     found = []
-    if objective.deadline_hours is not None:
-        limit_s = objective.deadline_hours * HOUR_S
-        key = "objective.deadline_hours"
-        found.append(Constraint(key, limit_s, "wall_time_s", Why.DEADLINE))
-    if objective.budget is not None:
-        key = "objective.budget"
-        found.append(Constraint(key, objective.budget, "cost", Why.BUDGET))
-    if objective.max_global_batch is not None:
-        key = "objective.max_global_batch"
-        most = float(objective.max_global_batch)
-        found.append(Constraint(key, most, "global_batch", Why.BATCH))
+    for key, unit, column, why in (
+        ("deadline_hours", HOUR_S, "wall_time_s", Why.DEADLINE),
+        ("budget", 1.0, "cost", Why.BUDGET),
+        ("max_global_batch", 1.0, "global_batch", Why.BATCH),
+    ):
+        limit = getattr(objective, key)
+        if limit is not None:
+            found.append(Constraint(f"objective.{key}", limit * unit, column, why))
     return found
 
 

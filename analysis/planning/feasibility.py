@@ -20,7 +20,7 @@ from tula_hpc.analysis.planning.constraints import (
     unconstrained,
 )
 from tula_hpc.analysis.planning.knee import TimeCurves
-from tula_hpc.analysis.planning.memory_limit import allowed_bytes, on_top_bytes
+from tula_hpc.analysis.planning.memory_limit import on_top_bytes
 from tula_hpc.analysis.planning.objective import choose
 from tula_hpc.analysis.planning.partitions import FittedPartitions, name_of
 from tula_hpc.config import ObjectiveSpec, TrainingSpec
@@ -76,10 +76,8 @@ def _no_batch_fits(fitted: FittedPartitions, row: int, training: TrainingSpec) -
     table = fitted.table
     part = fitted.parts[table.part[row]]
     workers = (table.nodes[[row]] * table.workers_per_node[[row]]).astype(np.float64)
-    updates = part.models.update_time_s
-    on_top = on_top_bytes(part.summary, updates, part.cluster, training, workers)
-    least = part.models.memory.predict(np.ones(1), workers) + on_top
-    return bool(least > allowed_bytes(part.memory_limit_bytes, part.cluster.memory_margin))
+    on_top = on_top_bytes(part.summary, part.cluster, training, workers)
+    return bool(part.models.memory.predict(np.ones(1), workers) + on_top > part.allowed_bytes)
 
 
 def _least_time(fitted: FittedPartitions, max_requeues: int) -> int:
@@ -179,10 +177,8 @@ def lost_fallbacks(
     """Warn if constraints leave no smaller batch for when training runs out of memory."""
     table = fitted.table
     smaller = (table.part == table.part[chosen]) & (table.local_batch < table.local_batch[chosen])
-    against = []
-    for one in constraints_of(objective):
-        if np.any(smaller & (table.why == one.why)):
-            against.append(one.key)
+    broken = [one for one in constraints_of(objective) if np.any(smaller & (table.why == one.why))]
+    against = [one.key for one in broken]
     if fallbacks or not against:
         return []
     verb = "rules" if len(against) == 1 else "rule"

@@ -13,17 +13,15 @@ of this is measured: there the cluster file alone gives the limit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tula_hpc.analysis.models.profiles import Summary, UpdateTime
+from tula_hpc.analysis.models.profiles import Summary, update_time
+from tula_hpc.analysis.models.regression import Array
 from tula_hpc.config import ClusterSpec, TrainingSpec
 from tula_hpc.formatting import format_bytes
 from tula_hpc.records import MemoryUse
-
-Array = NDArray[np.float64]
 
 
 def memory_limit_bytes(cluster: ClusterSpec, uses: Iterable[MemoryUse]) -> int | None:
@@ -56,52 +54,41 @@ def describe_limit(cluster: ClusterSpec, uses: Iterable[MemoryUse]) -> list[str]
 
 
 def on_top_bytes(
-    summary: Summary,
-    updates: UpdateTime,
-    cluster: ClusterSpec,
-    training: TrainingSpec,
-    workers: Array,
+    summary: Summary, cluster: ClusterSpec, training: TrainingSpec, workers: Array
 ) -> Array:
-    """Return the bytes per worker that a training needs in addition to those that were profiled.
+    """Return the bytes per worker that a training needs in addition to a profiled step.
 
-    AGS holds copies of gradients while it updates its scale, which is not part of a profiled step;
-    on CPUs the copy that a checkpoint is written from counts as well.
+    These are AGS's copies of gradients, and on CPUs the copy that a checkpoint is written from.
     """
     # with `free_reference` only a single worker takes an extra pass, and only if it was timed
-    passes = (workers == 1) & (updates.predict(workers) > 0)
+    passes = (workers == 1) & (update_time(summary).predict(workers) > 0)
     copies = np.where(training.free_reference, passes, training.gradient_copies).astype(np.float64)
     scaling = copies * max(row.memory.gradient_bytes for row in summary.profiles)
-    copied = checkpoint_copy(summary) if cluster.device == "cpu" else 0
+    copied = checkpoint_copy_bytes(summary) if cluster.device == "cpu" else 0
     # one worker of a node holds the copy, but all its workers share the memory
     return scaling + -(-copied // cluster.workers_per_node)
 
 
-def checkpoint_copy(summary: Summary) -> int:
-    """Return the bytes of host memory that a checkpoint takes on the first node."""
-    workers = [row.configuration.world_size for row in summary.profiles]
-    return checkpoint_copy_bytes([row.memory for row in summary.profiles], workers)
-
-
-def checkpoint_copy_bytes(uses: Sequence[MemoryUse], workers: Sequence[int]) -> int:
+def checkpoint_copy_bytes(summary: Summary) -> int:
     """Return the host memory of the copy that a checkpoint is written from in the background.
 
         parameters + optimizer states of its own + 2 × states that are divided over the workers
-        (ZeRO)
 
-    since divided states are first gathered on the first node and then copied. Only that node holds
-    the copy. On CPUs it comes on top of a step's peak; on GPUs that peak is memory of the device,
-    and the copy is memory of the host.
+    since divided states (ZeRO) are first gathered on the first node and then copied. Only that node
+    holds the copy. On CPUs it comes on top of a step's peak, on GPUs it is memory of the host.
     """
     largest = 0
-    for use, world in zip(uses, workers, strict=True):
+    for row in summary.profiles:
+        use = row.memory
         whole = use.parameter_bytes + use.optimizer_bytes - use.sharded_bytes
-        largest = max(largest, whole + 2 * use.sharded_bytes * world)
+        largest = max(largest, whole + 2 * use.sharded_bytes * row.configuration.world_size)
     return largest
 
 
-def allowed_bytes(limit: int | None, margin: float) -> float:
-    """Return the limit less its margin; infinite where no limit is known."""
-    return np.inf if limit is None else limit * (1.0 - margin)
+def allowed_bytes(cluster: ClusterSpec, uses: Iterable[MemoryUse]) -> float | None:
+    """Return the limit of a worker less its margin; None if unknown."""
+    limit = memory_limit_bytes(cluster, uses)
+    return None if limit is None else limit * (1.0 - cluster.memory_margin)
 
 
 def _seen(cluster: ClusterSpec, uses: Iterable[MemoryUse]) -> tuple[int, int] | None:

@@ -7,21 +7,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tula_hpc.analysis.costs.evaluation import end_s, evaluation_of, with_start
+from tula_hpc.analysis.costs.evaluation import END_SHARE, evaluation_of
 from tula_hpc.analysis.costs.interruptions import Resume, measured_save_s, resume_of
 from tula_hpc.analysis.costs.pricing import node_power
 from tula_hpc.analysis.costs.spread import (
+    ASSUMED_SAVES,
     MEASURED_SAVES,
     Spread,
     last_save_s,
     start_factors,
-    with_save,
+    with_start_and_save,
 )
 from tula_hpc.analysis.models.accumulation import Passes
 from tula_hpc.analysis.models.critical_batch import CriticalBatch, critical_batch
 from tula_hpc.analysis.models.fitted import Models, fit_models
 from tula_hpc.analysis.models.memory import fit_memory
-from tula_hpc.analysis.models.profiles import Summary, summarize, update_time
+from tula_hpc.analysis.models.profiles import Summary, summarize
 from tula_hpc.analysis.planning.candidate_records import as_records
 from tula_hpc.analysis.planning.candidates import (
     BELIEVED_FACTOR,
@@ -35,8 +36,7 @@ from tula_hpc.analysis.planning.candidates import (
 from tula_hpc.analysis.planning.constraints import conceivable
 from tula_hpc.analysis.planning.memory_limit import (
     allowed_bytes,
-    checkpoint_copy,
-    memory_limit_bytes,
+    checkpoint_copy_bytes,
     on_top_bytes,
 )
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, cluster_sizes
@@ -55,7 +55,7 @@ class FittedPartitions(NamedTuple):
 
     def record(self, row: int) -> Candidate:
         """Return a row of the table as a record."""
-        return as_records(self.table.take([row]), self.parts, np.zeros(1, dtype=np.bool_))[0]
+        return as_records(self.table.take([row]), self.parts)[0]
 
 
 class Trained(NamedTuple):
@@ -101,7 +101,11 @@ def fit_parts(
         lacks = [prefixed(name, str(e)) for name, e in zip(by_name, errors, strict=True)]
         raise NotEnoughDataError(f"plan: {'; '.join(lacks)}")
     critical = critical_batch(measurements, trained.metrics)
-    _require_noise(sweep, critical)
+    if sweep.objective.kind == "progress" and critical is None:
+        raise NotEnoughDataError(
+            'plan: objective.kind = "progress" needs the noise of the gradient, and no profile '
+            "could measure it; choose another kind"
+        )
     batch, interval = (critical.batch, critical.interval_90) if critical else (None, None)
     parts = [
         part._replace(critical_batch=batch, critical_interval=interval)
@@ -109,14 +113,6 @@ def fit_parts(
     ]
     tables = [_predict(i, *pair, sweep) for i, pair in enumerate(zip(parts, grids, strict=True))]
     return FittedPartitions(tuple(parts), stacked(tables), tuple(warnings), critical)
-
-
-def _require_noise(sweep: SweepSpec, critical: CriticalBatch | None) -> None:
-    if sweep.objective.kind == "progress" and critical is None:
-        raise NotEnoughDataError(
-            'plan: objective.kind = "progress" needs the noise of the gradient, and no profile '
-            "could measure it; choose another kind"
-        )
 
 
 def _predict(index: int, part: Partition, grid: Grid, sweep: SweepSpec) -> CandidateTable:
@@ -134,23 +130,14 @@ def _corrected(parts: list[Partition], trained: Trained) -> list[Partition]:
     if trained.metrics is None or not where:
         return parts
     found = where[0].evaluation.corrected(trained.metrics.epochs)
-    corrected = [part.evaluation.corrected_as(found) for part in parts]
-    return [
-        part._replace(
-            evaluation=evaluation, spread=part.spread._replace(evaluation=evaluation.factors)
-        )
-        for part, evaluation in zip(parts, corrected, strict=True)
-    ]
+    return [part._replace(evaluation=part.evaluation.corrected_as(found)) for part in parts]
 
 
 def _too_large(sweep: SweepSpec, cluster: ClusterSpec) -> list[str]:
-    possible: set[int] = set()
-    for part in cluster.parts():
-        possible.update(cluster_sizes(sweep.search, part))
-    left_out = [f"N={nodes}" for nodes in sweep.search.cluster_sizes if nodes not in possible]
+    most = max(part.max_nodes for part in cluster.parts())
+    left_out = [f"N={nodes}" for nodes in sweep.search.cluster_sizes if nodes > most]
     if not left_out:
         return []
-    most = max(part.max_nodes for part in cluster.parts())
     return [
         f"left out of search.cluster_sizes: {', '.join(left_out)}, more than max_nodes = {most}"
     ]
@@ -182,14 +169,10 @@ def _fit(
     bound = max(summary.oom_bound(alone=True), summary.oom_bound(alone=False))
     at_once = summary.passes.batch_of_one(wanted).astype(np.int64)
     possible = {batch for batch in at_once.tolist() if batch < bound}
-    models = fit_models(summary, fitting_limit(cluster, summary), sweep.search.form, possible)
-    part = part_of(name, sweep, cluster, summary, models)
+    limit = allowed_bytes(cluster, summary.memory_uses)
+    models = fit_models(summary, limit, sweep.search.form, possible)
     save_s = measured_save_s(trained.events)
-    if save_s is None:
-        return part
-    last_s = last_save_s(checkpoint_copy(summary), save_s)
-    spread = part.spread._replace(saves=MEASURED_SAVES, last_save_s=last_s)
-    return part._replace(save_s=save_s, spread=spread)
+    return part_of(name, sweep, cluster, summary, models, save_s=save_s)
 
 
 def _no_candidate(search: SearchSpec, cluster: ClusterSpec) -> str:
@@ -207,41 +190,39 @@ def _bounds(search: SearchSpec) -> str:
 
 
 def part_of(
-    name: str, sweep: SweepSpec, cluster: ClusterSpec, summary: Summary, models: Models
+    name: str,
+    sweep: SweepSpec,
+    cluster: ClusterSpec,
+    summary: Summary,
+    models: Models,
+    *,
+    save_s: float | None = None,
 ) -> Partition:
-    """Return a partition as known before training: models, and costs from profiles and files."""
+    """Return a partition: models, and costs from profiles, files and a save that was measured."""
     evaluation = evaluation_of(
         summary.profiles, sweep.workload, summary.dataset_samples, summary.test_samples
     )
-    copy_bytes = checkpoint_copy(summary)
-    priced = with_save(with_start(cluster, summary.start_s), copy_bytes)
-    power = node_power(summary.profiles, cluster.pricing)
-    ends_s = end_s(summary.start_s, priced.pricing)
+    copy_bytes = checkpoint_copy_bytes(summary)
+    pricing = with_start_and_save(cluster.pricing, summary.start_s, copy_bytes)
+    starts_s = summary.starts_s if cluster.pricing.restart_s is None else ()
     kept = any(profile.kept for profile in summary.profiles)
     resume = resume_of(sweep.workload, kept)
-    measured_s = None
-    most_s = priced.pricing.save_s
-    if resume is Resume.EPOCH and evaluation.between_s is not None:
-        # the time between the script's epochs includes its saving
-        most_s = 0.0
-        measured_s = most_s
-    if resume is Resume.NOTHING:
-        most_s = 0.0
-    spread = Spread(
-        start_factors(summary.starts_s if cluster.pricing.restart_s is None else ()),
-        evaluation.factors,
-        last_save_s=last_save_s(copy_bytes, most_s),
-    )
+    saves = ASSUMED_SAVES if save_s is None else MEASURED_SAVES
+    # the time between a script's epochs includes its saving
+    includes_saving = resume is Resume.EPOCH and evaluation.between_s is not None
+    if save_s is None and (includes_saving or resume is Resume.NOTHING):
+        save_s = 0.0
+    last_s = last_save_s(copy_bytes, pricing.save_s if save_s is None else save_s)
     return Partition(
         name,
-        priced,
+        cluster.model_copy(update={"pricing": pricing}),
         summary,
         models,
-        power,
+        node_power(summary.profiles, pricing),
         evaluation,
-        spread,
-        ends_s,
-        save_s=measured_s,
+        Spread(start_factors(starts_s), saves, last_s),
+        end_s=END_SHARE * pricing.start_s if starts_s else 0.0,
+        save_s=save_s,
         resume=resume,
         critical_batch=summary.critical_batch,
         base_batch=sweep.training.base_batch,
@@ -251,8 +232,8 @@ def part_of(
 def with_passes(sweep: SweepSpec, cluster: ClusterSpec, summary: Summary) -> Summary:
     """Return the summary with the number of passes in which a script takes its batches.
 
-    A batch takes the fewest passes for which the batch of one pass fits: it is below every one that
-    ran out of memory and, if two were measured, the memory model predicts that it fits.
+    A batch takes the fewest passes for which the batch of one pass is below every one that ran out
+    of memory and, if two were measured, the memory model predicts that it fits.
     """
     if not sweep.workload.accumulates:
         return summary
@@ -264,13 +245,12 @@ def _largest_pass(sweep: SweepSpec, cluster: ClusterSpec, summary: Summary) -> f
     sizes = np.exp2(np.arange(sweep.search.max_batch.bit_length(), dtype=np.float64))
     bound = min(summary.oom_bound(alone=True), summary.oom_bound(alone=False))
     fits = sizes < bound
-    limit = fitting_limit(cluster, summary)
+    limit = allowed_bytes(cluster, summary.memory_uses)
     seen = {row.configuration.local_batch for row in summary.of_one_pass}
     if limit is not None and len(seen) > 1:
         memory = fit_memory(summary, limit)
         workers = np.array(max(row.configuration.world_size for row in summary.profiles))
-        updates = update_time(summary)
-        allowed = limit - on_top_bytes(summary, updates, cluster, sweep.training, workers)
+        allowed = limit - on_top_bytes(summary, cluster, sweep.training, workers)
         _, high = memory.interval(sizes, workers=workers)
         believed = (sizes <= BELIEVED_FACTOR * max(seen)) | (high <= allowed)
         fits &= believed & (memory.predict(sizes, workers) <= allowed)
@@ -278,12 +258,6 @@ def _largest_pass(sweep: SweepSpec, cluster: ClusterSpec, summary: Summary) -> f
         return np.inf
     # the largest batch up to which all fit; a single sample is tried in any case
     return float(sizes[max(0, int(np.argmin(fits)) - 1)])
-
-
-def fitting_limit(cluster: ClusterSpec, summary: Summary) -> float | None:
-    """Return the bytes of a worker for the memory model's bounds: the limit less its margin."""
-    limit = memory_limit_bytes(cluster, summary.memory_uses)
-    return None if limit is None else allowed_bytes(limit, cluster.memory_margin)
 
 
 def plannable(sweep: SweepSpec, part: Partition) -> tuple[Grid, list[str]]:

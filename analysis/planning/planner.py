@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tula_hpc.analysis.costs import evaluation, interruptions
 from tula_hpc.analysis.costs.interruptions import Resume
@@ -22,13 +21,16 @@ from tula_hpc.analysis.planning.feasibility import (
     narrowly_kept,
     require_feasible,
 )
-from tula_hpc.analysis.planning.knee import TimeCurves, knee_curves
-from tula_hpc.analysis.planning.memory_limit import checkpoint_copy, describe_limit
+from tula_hpc.analysis.planning.knee import knee_curves
+from tula_hpc.analysis.planning.memory_limit import checkpoint_copy_bytes, describe_limit
 from tula_hpc.analysis.planning.objective import Choice, choose, pareto_front
 from tula_hpc.analysis.planning.partitions import FittedPartitions, name_of, prefixed
 from tula_hpc.config import SweepSpec
 from tula_hpc.formatting import format_bytes, plural
 from tula_hpc.records import Configuration, Doubt, Measurement, Plan, Remedy, of_partition
+
+# quantities that a training measures
+Quantity = Literal["save", "evaluation", "start"]
 
 RUNNERS_UP = 3
 AGAIN = "run the sweep again"
@@ -51,7 +53,7 @@ def plan_candidates(
     require_feasible(fitted, sweep.objective, sweep.training)
     curves = knee_curves(fitted.parts, sweep)
     choice = choose(sweep.objective, fitted.table, curves)
-    plan = _without_warnings(sweep, fitted, choice)
+    plan = _without_warnings(sweep, fitted, choice, binding(fitted, sweep.objective, curves))
     doubts = _doubts(plan, sweep, fitted, choice)
     for part in fitted.parts:
         rows = of_partition(measurements, part.name)
@@ -68,7 +70,7 @@ def plan_candidates(
     if skipped_lines:
         skipped = f"{plural(skipped_lines, 'damaged line')} of the measurements skipped"
         doubts.append(Doubt(skipped, Remedy.KNOW))
-    return plan.model_copy(update=_remarks(sweep, fitted, curves, choice)).with_doubts(doubts)
+    return plan.with_doubts(doubts)
 
 
 def _doubts(plan: Plan, sweep: SweepSpec, fitted: FittedPartitions, choice: Choice) -> list[Doubt]:
@@ -95,49 +97,29 @@ def _doubts(plan: Plan, sweep: SweepSpec, fitted: FittedPartitions, choice: Choi
     ]
 
 
-def _remarks(
-    sweep: SweepSpec, fitted: FittedPartitions, curves: TimeCurves | None, choice: Choice
-) -> dict[str, Any]:
-    critical = fitted.critical
-    left_out = warnings.about_left_out_samples(int(choice.ranking[0]), fitted, many=False)
-    remarks: dict[str, Any] = {
-        "binding": binding(fitted, sweep.objective, curves),
-        "notes": [
-            *_all_notes(fitted.parts),
-            *warnings.about_script(fitted, sweep.workload),
-            *left_out,
-        ],
-        "provisional": _provisional(fitted.parts),
-    }
-    if critical and sweep.training.scales:
-        saved = (
-            "times to the same progress leave out what scaling gradients (training.method) saves"
-        )
-        remarks["notes"].append(saved)
-    if critical:
-        remarks |= {"critical_batch": critical.batch, "critical_batch_source": critical.source}
-    return remarks
-
-
-def _all_notes(parts: Sequence[Partition]) -> list[str]:
-    notes = {part.name: _notes(part) for part in parts}
+def _all_notes(sweep: SweepSpec, fitted: FittedPartitions, chosen: int) -> list[str]:
+    notes = {part.name: _notes(part) for part in fitted.parts}
     first, *others = notes.values()
     found = [note for note in first if all(note in other for other in others)]
     shared = set(found)
     for name, texts in notes.items():
         found += [prefixed(name, note) for note in texts if note not in shared]
+    found += warnings.about_script(fitted, sweep.workload)
+    found += warnings.about_left_out_samples(chosen, fitted, many=False)
+    if fitted.critical and sweep.training.scales:
+        what = "what scaling gradients (training.method) saves"
+        found.append(f"times to the same progress leave out {what}")
     return found
 
 
-def _provisional(parts: Sequence[Partition]) -> dict[str, list[str]]:
+def _provisional(parts: Sequence[Partition]) -> dict[Quantity, list[str]]:
     """Return the notes that a training's measurements replace, both with and without partition."""
-    found: dict[str, list[str]] = {"save": [], "evaluation": [], "start": []}
+    found: dict[Quantity, list[str]] = {"save": [], "evaluation": [], "start": []}
     for part in parts:
-        start_s = part.summary.start_s
-        assumed = {
+        assumed: dict[Quantity, bool] = {
             "save": part.save_s is None and part.resume is Resume.CHECKPOINT,
             "evaluation": part.evaluation.is_assumed,
-            "start": start_s is None or part.cluster.pricing.restart_s != start_s,
+            "start": not part.end_s,
         }
         for quantity, note in _timed_notes(part).items():
             if assumed[quantity]:
@@ -145,12 +127,12 @@ def _provisional(parts: Sequence[Partition]) -> dict[str, list[str]]:
     return found
 
 
-def _timed_notes(part: Partition) -> dict[str, str]:
+def _timed_notes(part: Partition) -> dict[Quantity, str]:
     pricing = part.cluster.pricing
     return {
         "evaluation": part.evaluation.describe(),
         "save": interruptions.describe(part.save_s, pricing, part.resume),
-        "start": evaluation.describe(part.summary.start_s, pricing),
+        "start": evaluation.describe(pricing.start_s, measured=part.end_s > 0.0),
     }
 
 
@@ -168,7 +150,7 @@ def _describe_copy(part: Partition) -> list[str]:
     # how a script saves by itself is not known
     if part.resume is not Resume.CHECKPOINT:
         return []
-    copy = format_bytes(checkpoint_copy(part.summary))
+    copy = format_bytes(checkpoint_copy_bytes(part.summary))
     counted = "in addition to what loads the data"
     if part.cluster.device == "cpu":
         counted = "which the plan counts"
@@ -184,12 +166,16 @@ def _describe_passes(part: Partition) -> list[str]:
     return [f"a worker takes at most {at_once} in one forward pass, and more in several passes"]
 
 
-def _without_warnings(sweep: SweepSpec, fitted: FittedPartitions, choice: Choice) -> Plan:
-    front = np.zeros(fitted.table.rows, dtype=np.bool_)
-    front[front_rows(fitted.table)] = True
-    records = as_records(fitted.table, fitted.parts, front)
+def _without_warnings(
+    sweep: SweepSpec, fitted: FittedPartitions, choice: Choice, decisive: list[str]
+) -> Plan:
+    table = fitted.table
+    chosen = int(choice.ranking[0])
+    feasible = np.flatnonzero(table.why == FEASIBLE)
+    front = feasible[pareto_front(table.wall_time_s[feasible], table.cost[feasible])]
+    records = as_records(table, fitted.parts, set(front.tolist()))
     first, *others = (records[row] for row in choice.ranking[: 1 + RUNNERS_UP])
-    part = fitted.parts[fitted.table.part[choice.ranking[0]]]
+    part = fitted.parts[table.part[chosen]]
     described = part.models.describe()
     if len(fitted.parts) > 1:
         described["partitions"] = {other.name: other.models.describe() for other in fitted.parts}
@@ -198,14 +184,19 @@ def _without_warnings(sweep: SweepSpec, fitted: FittedPartitions, choice: Choice
         chosen=first,
         reason=f"{name_of(first)}: {choice.reason}",
         candidates=records,
-        fallbacks=[records[row] for row in fallback_rows(fitted.table, choice)],
+        fallbacks=[records[row] for row in _fallback_rows(table, choice)],
         runners_up=others,
-        other_nodes=[records[row] for row in _on_other_nodes(fitted.table, choice)],
+        other_nodes=[records[row] for row in _on_other_nodes(table, choice)],
         knee=choice.knee,
         models=described,
         dataset_samples=part.summary.dataset_samples,
         epochs=sweep.workload.epochs,
         memory_limit_bytes=part.memory_limit_bytes,
+        binding=decisive,
+        critical_batch=fitted.critical.batch if fitted.critical else None,
+        critical_batch_source=fitted.critical.source if fitted.critical else None,
+        notes=_all_notes(sweep, fitted, chosen),
+        provisional=_provisional(fitted.parts),
     )
 
 
@@ -216,24 +207,16 @@ def _on_other_nodes(table: CandidateTable, choice: Choice) -> list[int]:
     return [int(choice.ranking[places[0]]) for places in of_each if places.size]
 
 
-def front_rows(table: CandidateTable) -> NDArray[np.intp]:
-    """Return rows of the Pareto front of expected time and cost, fastest first."""
-    feasible = np.flatnonzero(table.why == FEASIBLE)
-    return feasible[pareto_front(table.wall_time_s[feasible], table.cost[feasible])]
-
-
-def fallback_rows(table: CandidateTable, choice: Choice) -> list[int]:
+def _fallback_rows(table: CandidateTable, choice: Choice) -> list[int]:
     """Return rows of smaller local batches to fall back to when training runs out of memory.
 
     Those on the same number of nodes come first, the next smaller batch first. All are on the
     chosen partition, where training has its checkpoints and environment.
     """
-    ranked = choice.ranking
-    chosen = ranked[0]
-    smaller = table.local_batch[ranked] < table.local_batch[chosen]
-    smaller = ranked[smaller & (table.part[ranked] == table.part[chosen])]
-    as_many = table.nodes[smaller] == table.nodes[chosen]
-    same = smaller[as_many]
-    others = smaller[~as_many]
-    same = same[np.argsort(-table.local_batch[same], kind="stable")]
-    return list(map(int, np.concatenate([same, others])))
+    rows = choice.ranking
+    chosen = rows[0]
+    rows = rows[table.part[rows] == table.part[chosen]]
+    rows = rows[table.local_batch[rows] < table.local_batch[chosen]]
+    as_many = table.nodes[rows] == table.nodes[chosen]
+    order = np.argsort(np.where(as_many, -table.local_batch[rows], 0), kind="stable")
+    return list(map(int, rows[order]))

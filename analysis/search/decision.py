@@ -15,6 +15,7 @@ from tula_hpc.analysis.costs.pricing import NodePower
 from tula_hpc.analysis.models.fitted import Models
 from tula_hpc.analysis.models.memory import fit_memory
 from tula_hpc.analysis.models.profiles import Summary, update_time
+from tula_hpc.analysis.models.regression import Array
 from tula_hpc.analysis.models.step_time import StepTimeModel
 from tula_hpc.analysis.planning.candidates import (
     FEASIBLE,
@@ -35,14 +36,13 @@ from tula_hpc.analysis.planning.knee import (
     knee_curves,
     sampled_knees,
 )
+from tula_hpc.analysis.planning.memory_limit import allowed_bytes
 from tula_hpc.analysis.planning.objective import choose, objective_time_s, weighted_score
-from tula_hpc.analysis.planning.partitions import fitting_limit, part_of, plannable, with_passes
+from tula_hpc.analysis.planning.partitions import part_of, plannable, with_passes
 from tula_hpc.config import ClusterSpec, ObjectiveSpec, SweepSpec
 from tula_hpc.config.search import KNEES
 from tula_hpc.errors import NotEnoughDataError
 from tula_hpc.records import Configuration
-
-Array = NDArray[np.float64]
 
 # excess of candidates ruled out by memory, samples or time limits, not by the user
 IMPOSSIBLE = 1.0
@@ -202,7 +202,7 @@ def _curves_through(points: Sequence[Configuration], model: StepTimeModel) -> Ti
 def _part(
     sweep: SweepSpec, cluster: ClusterSpec, summary: Summary, model: StepTimeModel
 ) -> Partition:
-    memory = fit_memory(summary, fitting_limit(cluster, summary))
+    memory = fit_memory(summary, allowed_bytes(cluster, summary.memory_uses))
     models = Models(model, memory, update_time(summary))
     part = part_of("", sweep, cluster, summary, models)
     noise = part.critical_batch or NO_NOISE
@@ -218,9 +218,7 @@ def _chosen(
     curves = knee_curves((part,), sweep, with_draws=False)
     row = int(choose(sweep.objective, table, curves).ranking[0])
     return Chosen(
-        Configuration(
-            int(table.nodes[row]), int(table.workers_per_node[row]), int(table.local_batch[row])
-        ),
+        Configuration(*(int(column[row]) for column in table.grid)),
         float(table.step_time_s[row]),
         float(table.wall_time_s[row]),
         bool(unseen[row]),

@@ -15,7 +15,7 @@ from tula_hpc.analysis.costs.interruptions import (
     with_epoch_ends_s,
 )
 from tula_hpc.analysis.costs.pricing import Bill, Usage, bill
-from tula_hpc.analysis.costs.spread import with_save
+from tula_hpc.analysis.costs.spread import with_start_and_save
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.report.plan_text import expectation, sentences
 from tula_hpc.checkpoint.interval import FIRST_S, Cadence, Interruptions
@@ -234,7 +234,8 @@ def test_a_checkpoint_takes_as_long_as_its_size_lets_expect(
     stated: float | None, state_bytes: float, expected_s: float
 ) -> None:
     pricing = {} if stated is None else {"checkpoint_write_s": stated}
-    assert with_save(cluster(pricing=pricing), state_bytes).pricing.save_s == pytest.approx(expected_s)
+    found = with_start_and_save(cluster(pricing=pricing).pricing, None, state_bytes)
+    assert found.save_s == pytest.approx(expected_s)
 
 
 def test_plans_of_larger_models_expect_longer_checkpoints() -> None:

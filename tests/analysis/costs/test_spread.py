@@ -30,7 +30,7 @@ def planned(start_s: float = 7.5, **pricing: object) -> Plan:
 def test_the_whole_is_less_sure_than_any_part_and_surer_than_all_together(
     parts_s: dict[str, float], pace: tuple[float, float], starts: tuple[float, float], evaluation: tuple[float, float]
 ) -> None:
-    found = Spread(starts, evaluation).of_parts(parts_s, pace, 60.0)
+    found = Spread(starts).of_parts(parts_s, pace, evaluation, 60.0)
     assert found.keys() == parts_s.keys()
     whole_s = sum(parts_s.values())
     low, high = (whole_s * factor for factor in whole_factors(parts_s, found, pace))

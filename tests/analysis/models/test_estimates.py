@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.planning_data import SAMPLES, cluster, grid, memory, ok, peak_bytes, sweep, times
+from tests.planning_data import SAMPLES, cluster, grid, ok, peak_bytes, sweep, times
 from tula_hpc.analysis.models.profiles import summarize, update_time
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.planning.memory_limit import checkpoint_copy_bytes
@@ -19,7 +19,7 @@ BATCHES = (32, 128, 1024)
 
 
 def test_what_training_needs_on_top_of_a_profiled_step_counts_for_the_limit() -> None:
-    copy = checkpoint_copy_bytes([memory(128)], [1])
+    copy = checkpoint_copy_bytes(summarize(grid()))
     # a step of 128 samples just fits
     limit_gb = ((peak_bytes(128) + copy) / 0.9 + 1) / 1024**3
     limited = cluster(memory_gb=limit_gb)
@@ -67,7 +67,7 @@ def test_passes_of_a_lone_worker_that_wants_norms_for_free_take_time_and_memory(
         else:
             seen = min(spec.training.reference_batch(candidate.global_batch), candidate.local_batch) * passes
             assert 0.2 < seen / (PASS_SHARE * SAMPLES) < 1.001
-    limit_gb = ((peak_bytes(128) + checkpoint_copy_bytes([memory(128)], [1])) / 0.9 + 1) / 1024**3
+    limit_gb = ((peak_bytes(128) + checkpoint_copy_bytes(summarize(grid()))) / 0.9 + 1) / 1024**3
     plans = [make_plan(spec, cluster(memory_gb=limit_gb), measured) for measured in rows]
     largest = [[max(c.local_batch for c in p.candidates if c.feasible and c.nodes == n) for n in (1, 2)] for p in plans]
     assert largest == [[128, 64], [64, 64]]

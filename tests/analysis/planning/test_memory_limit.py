@@ -165,12 +165,16 @@ def test_the_search_spends_a_profile_on_the_memory_of_a_far_larger_batch_before_
     assert make_plan(spec, BARELY, rows).chosen.configuration == (2, 1, 1024)
 
 
+def copied(rows: list[Measurement]) -> int:
+    return checkpoint_copy_bytes(summarize(rows))
+
+
 def test_the_copy_for_a_checkpoint_is_the_state_and_divided_states_are_gathered_first() -> None:
     plain = memory(32)
-    assert checkpoint_copy_bytes([plain], [4]) == plain.parameter_bytes + plain.optimizer_bytes
-    divided = memory(32, optimizer_bytes=10 * MIB, sharded_bytes=10 * MIB)
-    assert checkpoint_copy_bytes([divided], [4]) == plain.parameter_bytes + 2 * 4 * 10 * MIB
-    assert checkpoint_copy_bytes([plain, divided], [1, 4]) == checkpoint_copy_bytes([divided], [4])
+    assert copied([ok(4, 32)]) == plain.parameter_bytes + plain.optimizer_bytes
+    divided = ok(4, 32, memory=memory(32, optimizer_bytes=10 * MIB, sharded_bytes=10 * MIB))
+    assert copied([divided]) == plain.parameter_bytes + 2 * 4 * 10 * MIB
+    assert copied([ok(1, 32), divided]) == copied([divided])
 
 
 def test_an_interval_that_nothing_measured_bounds_is_told_by_the_limit() -> None:
