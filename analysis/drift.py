@@ -49,11 +49,10 @@ DriftChange = Literal["drifted", "recovered"]
 class SignSum:
     """One-sided cumulative sum of signs, which raises an alarm at `THRESHOLD`.
 
-    A window beyond the edge adds 1, any other subtracts `STEP_BACK`, and the sum never falls below
-    0. How far beyond the edge a window lies does not count: one enormous pause is one window.
-    (E. S. Page, "Continuous Inspection Schemes", 1954, with signs for any distribution.) If the
-    true median lies exactly on the edge, the mean time to a false alarm is 322 windows or more; if
-    a quarter of the windows lies beyond it, nine million.
+    How far beyond the edge a window lies does not count: one enormous pause is one window (E. S.
+    Page, "Continuous Inspection Schemes", 1954, with signs for any distribution). If the true
+    median lies exactly on the edge, the mean time to a false alarm is 322 windows or more; if a
+    quarter of the windows lies beyond it, nine million.
     """
 
     def __init__(self) -> None:

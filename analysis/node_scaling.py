@@ -23,10 +23,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from tula_hpc.analysis.costs.spread import WIDEST, Z_90
+from tula_hpc.analysis.models.regression import Array
 from tula_hpc.analysis.planning.candidate_records import as_records
 from tula_hpc.analysis.planning.candidates import (
     FEASIBLE,
-    Array,
     CandidateTable,
     Grid,
     Partition,
@@ -44,8 +44,8 @@ from tula_hpc.records import Candidate, Configuration, Interval, Measurement, of
 Kind = Literal["strong", "weak"]
 Basis = Literal["measured", "predicted", "extrapolated"]
 
-# predictions go up to this many times the largest profiled number of nodes
-BEYOND = 4
+# predictions go on to these multiples of the largest profiled number of nodes
+BEYOND = (2, 4)
 # most numbers of nodes in a curve; more are thinned evenly
 MOST_SIZES = 24
 # most numbers of nodes in a sentence
@@ -61,8 +61,6 @@ REASONS = {
     Why.UNSEEN: "may not fit in memory, as no batch near it was measured",
     Why.FOREVER: "needs longer jobs than train_minutes allows",
 }
-# reasons that replace those above on spot nodes
-PREEMPTED = {Why.FOREVER: "interruptions leave no time for work"}
 
 
 class ScalingRow(NamedTuple):
@@ -72,9 +70,8 @@ class ScalingRow(NamedTuple):
     basis: Basis
     speed_up: Interval
     efficiency: Interval
-    # step time measured by this row's own profiles
+    # times of a step and an epoch measured by this row's own profiles
     measured_step_s: float | None
-    # epoch time measured by this row's own profiles, see `run_contents.measured_epochs`
     measured_epoch_s: float | None = None
 
     @property
@@ -210,8 +207,8 @@ def part_scaling(
     sizes = _sizes(profiled, sweep, part.cluster, chosen.nodes)
     epochs_s = measured_epochs(measurements, part.summary.dataset_samples)
     return NodeScaling(
-        _with_epochs(_curve("strong", part, sweep, chosen, sizes), epochs_s),
-        _with_epochs(_curve("weak", part, sweep, chosen, sizes), epochs_s),
+        _curve("strong", part, sweep, chosen, sizes=sizes, epochs_s=epochs_s),
+        _curve("weak", part, sweep, chosen, sizes=sizes, epochs_s=epochs_s),
         profiled_sizes=profiled,
         configurations=len(profiles),
         epochs=sweep.workload.epochs,
@@ -224,28 +221,30 @@ def _sizes(
     profiled: Sequence[int], sweep: SweepSpec, cluster: ClusterSpec, chosen: int
 ) -> list[int]:
     """Return the numbers of nodes: chosen, profiled, in the search, and doublings beyond these."""
-    largest = profiled[-1]
-    most = BEYOND * largest
-    sizes = {chosen, *profiled}
+    doublings = [factor * profiled[-1] for factor in BEYOND]
     asked = (*cluster_sizes(sweep.search, cluster), cluster.max_nodes)
-    sizes.update(nodes for nodes in asked if profiled[0] <= nodes <= most)
-    beyond = 2 * largest
-    while beyond <= most:
-        sizes.add(beyond)
-        beyond *= 2
-    return sorted(sizes)
+    possible = [nodes for nodes in asked if profiled[0] <= nodes <= doublings[-1]]
+    return sorted({chosen, *profiled, *possible, *doublings})
 
 
 def _curve(
-    kind: Kind, part: Partition, sweep: SweepSpec, chosen: Candidate, sizes: Sequence[int]
+    kind: Kind,
+    part: Partition,
+    sweep: SweepSpec,
+    chosen: Candidate,
+    *,
+    sizes: Sequence[int],
+    epochs_s: Mapping[Configuration, float],
 ) -> ScalingCurve:
     batch = chosen.global_batch if kind == "strong" else chosen.local_batch
     left_out: dict[str, list[int]] = {}
     table = predict(0, part, _grid(kind, chosen, sizes, left_out), sweep)
-    reasons = REASONS | (PREEMPTED if part.cluster.pricing.basis == "spot" else {})
     for nodes, why in zip(table.nodes.tolist(), table.why.tolist(), strict=True):
         if why != FEASIBLE:
-            left_out.setdefault(reasons[Why(why)], []).append(nodes)
+            reason = REASONS[Why(why)]
+            if why == Why.FOREVER and part.cluster.pricing.basis == "spot":
+                reason = "interruptions leave no time for work"
+            left_out.setdefault(reason, []).append(nodes)
     table = table.take(table.why == FEASIBLE)
     profiled = {profile.configuration.nodes for profile in part.summary.profiles}
     base = next((n for n in table.nodes.tolist() if n in profiled), None)
@@ -256,7 +255,7 @@ def _curve(
     # thinned only now, so that the base is never left out
     shown = {*evenly(table.nodes.tolist(), MOST_SIZES), chosen.nodes}
     table = table.take(np.isin(table.nodes, list(shown)))
-    return ScalingCurve(kind, batch, _rows(table, part), left_out=left_out)
+    return ScalingCurve(kind, batch, _rows(table, part, epochs_s), left_out=left_out)
 
 
 def _grid(
@@ -296,9 +295,11 @@ def listed_sizes(nodes: Sequence[int]) -> str:
     return listed(texts)
 
 
-def _rows(table: CandidateTable, part: Partition) -> list[ScalingRow]:
+def _rows(
+    table: CandidateTable, part: Partition, epochs_s: Mapping[Configuration, float]
+) -> list[ScalingRow]:
     """Return the rows of candidates, which ascend by nodes and begin with N₀."""
-    candidates = as_records(table, [part], np.zeros(table.rows, dtype=np.bool_))
+    candidates = as_records(table, [part])
     measured = {row.configuration: row.times.step_time_s for row in part.summary.as_planned}
     speed = table.global_batch / table.step_time_s
     value = speed / speed[0]
@@ -306,10 +307,10 @@ def _rows(table: CandidateTable, part: Partition) -> list[ScalingRow]:
     rows = []
     for candidate, *ends in zip(candidates, *np.stack([value, low, high]).tolist(), strict=True):
         speed_up = Interval(*ends)
-        share = candidates[0].nodes / candidate.nodes
-        measured_s = measured.get(candidate.configuration)
-        basis = _basis(candidate, part)
-        rows.append(ScalingRow(candidate, basis, speed_up, speed_up.times(share), measured_s))
+        efficiency = speed_up.times(candidates[0].nodes / candidate.nodes)
+        own = candidate.configuration
+        times_s = (measured.get(own), epochs_s.get(own))
+        rows.append(ScalingRow(candidate, _basis(candidate, part), speed_up, efficiency, *times_s))
     return rows
 
 
@@ -328,28 +329,18 @@ def _ends(table: CandidateTable, part: Partition, value: Array) -> tuple[Array, 
     shared = model.covariance(*where)
     variance = np.diag(shared) + shared[0, 0] - 2.0 * shared[0]
     width = Z_90 * model.spread_ * np.sqrt(np.maximum(variance, 0.0))
-    configurations = zip(table.nodes, table.workers_per_node, table.local_batch, strict=True)
-    noise = part.summary.noise(configurations)
+    noise = part.summary.noise(zip(*table.grid, strict=True))
     # noise of the row and of N₀; the speed-up of N₀ over itself is exactly 1
     width[1:] = np.hypot(width[1:], np.hypot(noise[1:], noise[0]))
     factor = np.exp(np.minimum(width, np.log(WIDEST)))
     return value * np.minimum(low, 1.0 / factor), value * np.maximum(high, factor)
 
 
-def _with_epochs(curve: ScalingCurve, epochs_s: Mapping[Configuration, float]) -> ScalingCurve:
-    rows = []
-    for row in curve.rows:
-        known_s = epochs_s.get(row.candidate.configuration)
-        rows.append(row._replace(measured_epoch_s=known_s))
-    return curve._replace(rows=rows)
-
-
 def _basis(candidate: Candidate, part: Partition) -> Basis:
     if candidate.measured:
         return "measured"
-    known = [profile.configuration for profile in part.summary.profiles]
-    nodes = [configuration.nodes for configuration in known]
-    batches = [configuration.local_batch for configuration in known]
+    known = (profile.configuration for profile in part.summary.profiles)
+    nodes, _, batches = zip(*known, strict=True)
     inside = min(nodes) <= candidate.nodes <= max(nodes)
     inside &= min(batches) <= candidate.local_batch <= max(batches)
     return "predicted" if inside else "extrapolated"

@@ -12,14 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tula_hpc.analysis.planning.candidates import (
-    FEASIBLE,
-    CandidateTable,
-    Grid,
-    Partition,
-    priced,
-    stacked,
-)
+from tula_hpc.analysis.planning.candidates import FEASIBLE, priced, stacked
 from tula_hpc.analysis.planning.constraints import (
     Constraint,
     constrain,
@@ -85,11 +78,9 @@ def answers(sweep: SweepSpec, fitted: FittedPartitions, plan: Plan) -> list[What
     curves = knee_curves(fitted.parts, sweep, with_draws=False)
     question = _Question(sweep, fitted, curves, constraints_of(sweep.objective))
     usual = question.ask("as planned")
-    same = usual.chosen is not None and (usual.chosen.partition, usual.chosen.configuration) == (
-        plan.chosen.partition,
-        plan.chosen.configuration,
-    )
-    if not same:
+    found = usual.chosen
+    own = (plan.chosen.partition, plan.chosen.configuration)
+    if found is None or (found.partition, found.configuration) != own:
         return []
     # the plan's own record has intervals, too
     return [usual._replace(chosen=plan.chosen), *_changes(question, plan.chosen)]
@@ -133,20 +124,12 @@ class _Question(NamedTuple):
         pricing = cluster.pricing.model_copy(update={key: price})
         cluster = cluster.model_copy(update={"pricing": pricing})
         parts[index] = parts[index]._replace(cluster=cluster)
-        tables = [
-            _priced_again(number, part, self.fitted.table, self.sweep)
-            for number, part in enumerate(parts)
-        ]
+        tables = []
+        for number, part in enumerate(parts):
+            mine = self.fitted.table.take(self.fitted.table.part == number)
+            tables.append(priced(number, part, mine.grid, self.sweep, mine.step_time_s))
         fitted = self.fitted._replace(parts=tuple(parts), table=stacked(tables))
         return self._replace(fitted=fitted)
-
-
-def _priced_again(
-    index: int, part: Partition, table: CandidateTable, sweep: SweepSpec
-) -> CandidateTable:
-    mine = table.take(table.part == index)
-    grid = Grid(mine.nodes, mine.workers_per_node, mine.local_batch)
-    return priced(index, part, grid, sweep, mine.step_time_s)
 
 
 def _changes(question: _Question, chosen: Candidate) -> Iterator[WhatIf]:

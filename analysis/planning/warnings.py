@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from tula_hpc.analysis.costs.interruptions import Resume, best_interval_s
-from tula_hpc.analysis.costs.pricing import Usage, between_preemptions_s, bill, expected_preemptions
+from tula_hpc.analysis.costs.pricing import between_preemptions_s, expected_preemptions
 from tula_hpc.analysis.models.data_loading import (
     describe_slow_loader,
     describe_slow_storage,
@@ -29,7 +29,7 @@ from tula_hpc.analysis.models.data_loading import (
 )
 from tula_hpc.analysis.models.profiles import Profile, Summary
 from tula_hpc.analysis.models.step_time import StepTimeModel
-from tula_hpc.analysis.planning.candidates import FEASIBLE, CandidateTable, Why
+from tula_hpc.analysis.planning.candidates import FEASIBLE, Why, priced
 from tula_hpc.analysis.planning.feasibility import train_minutes_for
 from tula_hpc.analysis.planning.partitions import FittedPartitions, prefixed
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, WorkloadSpec
@@ -146,12 +146,10 @@ def about_missing(
 
 def about_model(profiles: Sequence[Profile], model: StepTimeModel) -> list[str]:
     """Name measurements that are far from the model that is fitted to all of them."""
-    columns = np.array([row.configuration for row in profiles], dtype=np.float64).T
-    nodes, per_node, batch = columns
-    predicted_s = model.predict(nodes, batch, per_node).tolist()
+    nodes, per_node, batch = zip(*(row.configuration for row in profiles), strict=True)
     found = []
-    for row, expected_s in zip(profiles, predicted_s, strict=True):
-        ratio = row.times.step_time_s / expected_s
+    for row, expected_s in zip(profiles, model.predict(nodes, batch, per_node), strict=True):
+        ratio = row.times.step_time_s / float(expected_s)
         if abs(math.log(ratio)) > math.log(CONTRADICTS_FROM):
             found.append(f"{row.configuration} ({format_number(ratio, 2)} times the model's)")
     if not found:
@@ -191,7 +189,7 @@ def about_extrapolation(chosen: int, fitted: FittedPartitions, search: SearchSpe
     """Count the candidates beyond the profiled range, and say if the chosen row is among them."""
     found = []
     for index, part in enumerate(fitted.parts):
-        texts = _extrapolated(chosen, index, fitted.table, part.summary.profiles, search)
+        texts = _extrapolated(chosen, index, fitted, search)
         found += [prefixed(part.name, text) for text in texts]
     return found
 
@@ -347,18 +345,14 @@ def about_checkpoints(chosen: int, fitted: FittedPartitions, sweep: SweepSpec) -
     is_set = training.checkpoint_minutes is not None
     if pricing.basis != "spot" or is_set or part.resume is not Resume.CHECKPOINT:
         return []
-    nodes = row.nodes.astype(np.float64)
-    per_node = row.workers_per_node.astype(np.float64)
     save_s = pricing.save_s if part.save_s is None else part.save_s
-    best_s = best_interval_s(save_s, between_preemptions_s(pricing, nodes))[0]
+    between_s = between_preemptions_s(pricing, row.nodes.astype(np.float64))
     # rounded to two digits, as a user would set it
-    minutes = float(f"{best_s / 60.0:.2g}")
+    minutes = float(f"{best_interval_s(save_s, between_s)[0] / 60.0:.2g}")
     often = training.model_copy(update={"checkpoint_minutes": minutes})
-    epochs = sweep.workload.epochs
-    needs = (row.train_time_s, row.peak_bytes, row.evaluation_s, epochs, part.end_s)
-    usage = Usage(nodes, per_node, *needs)
-    paid = bill(usage, part.cluster, often, part.power, part.save_s)
-    spared = 1.0 - float(paid.wall_time_s[0] / row.wall_time_s[0])
+    sweep = sweep.model_copy(update={"training": often})
+    saved_often = priced(int(row.part[0]), part, row.grid, sweep, row.step_time_s)
+    spared = 1.0 - float(saved_often.wall_time_s[0] / row.wall_time_s[0])
     if spared < BOUND_SHARE:
         return []
     apart = f"{row.checkpoint_s[0] / 60.0:.2g} minutes apart"
@@ -378,15 +372,12 @@ def _names(configurations: Iterable[Configuration]) -> str:
 
 
 def _extrapolated(
-    chosen: int,
-    index: int,
-    table: CandidateTable,
-    profiles: Sequence[Profile],
-    search: SearchSpec,
+    chosen: int, index: int, fitted: FittedPartitions, search: SearchSpec
 ) -> list[str]:
     """Count candidates beyond the node counts and local batches that were profiled."""
-    nodes = [profile.configuration.nodes for profile in profiles]
-    batches = [profile.configuration.local_batch for profile in profiles]
+    table = fitted.table
+    profiles = fitted.parts[index].summary.profiles
+    nodes, _, batches = zip(*(profile.configuration for profile in profiles), strict=True)
     feasible = (table.part == index) & (table.why == FEASIBLE)
     inside = (min(nodes) <= table.nodes) & (table.nodes <= max(nodes))
     inside &= (min(batches) <= table.local_batch) & (table.local_batch <= max(batches))
