@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
@@ -28,14 +27,14 @@ WIDE = 2.0
 
 
 class PanelQuantity(NamedTuple):
-    """The y axis of one panel."""
+    """The y axis of one panel, with an entry for each row of the curve."""
 
     label: str
-    value: Callable[[ScalingRow], Interval]
-    # value by measured steps; None without a measurement
-    measured: Callable[[ScalingRow], float | None]
-    # value of perfect scaling, by number of nodes
-    ideal: Callable[[int], float] | None = None
+    values: list[Interval]
+    # values by measured steps; None without a measurement
+    measured: list[float | None]
+    # values of perfect scaling, if it is drawn
+    ideal: Sequence[float] = ()
     durations: bool = False
     share: bool = False
 
@@ -59,7 +58,7 @@ def _draw(curve: ScalingCurve, run: RunContents) -> Drawing | Missing:
     with style.new_figure(title, 4.7, ratios=(1, 1), columns=2) as (figure, panels):
         for place, (axes, quantity) in enumerate(zip(panels, _quantities(curve), strict=True)):
             style.batch_axis(axes, sizes, "number of nodes N" if place > 1 else "")
-            _value_axis(axes, curve, quantity)
+            _value_axis(axes, quantity)
             _draw_panel(axes, curve, quantity, chosen)
         rows = style.legend(panels[0], _keys(curve), left=-0.2)
         # the legend must not change the width of its panel
@@ -71,55 +70,38 @@ def _draw(curve: ScalingCurve, run: RunContents) -> Drawing | Missing:
 
 
 def _quantities(curve: ScalingCurve) -> tuple[PanelQuantity, ...]:
+    rows = curve.rows
     base = curve.base.nodes
-
-    def measured_efficiency(row: ScalingRow) -> float | None:
-        speed_up = curve.measured_speed_up(row)
-        return None if speed_up is None else speed_up * base / row.nodes
-
-    time = PanelQuantity(
-        "time of an epoch",
-        lambda row: row.epoch_s,
-        lambda row: row.measured_epoch_s,
-        durations=True,
-    )
+    speed_ups = [curve.measured_speed_up(row) for row in rows]
+    pairs = zip(speed_ups, rows, strict=True)
+    efficiencies = [None if gain is None else gain * base / row.nodes for gain, row in pairs]
+    label = "time of an epoch"
+    times = [row.epoch_s for row in rows]
+    measured = [row.measured_epoch_s for row in rows]
     if curve.kind == "weak":
-        time = time._replace(
-            label="time of a step",
-            value=lambda row: row.step_s,
-            measured=lambda row: row.measured_step_s,
-        )
+        label = "time of a step"
+        times = [row.step_s for row in rows]
+        measured = [row.measured_step_s for row in rows]
+    faster = [row.nodes / base for row in rows]
+    shares = [row.efficiency for row in rows]
+    hours = [row.node_hours for row in rows]
     return (
-        time,
-        PanelQuantity(
-            f"speed-up over N = {base}",
-            lambda row: row.speed_up,
-            curve.measured_speed_up,
-            lambda nodes: nodes / base,
-        ),
-        PanelQuantity(
-            "efficiency",
-            lambda row: row.efficiency,
-            measured_efficiency,
-            lambda _: 1.0,
-            share=True,
-        ),
-        PanelQuantity("node-hours of the training", lambda row: row.node_hours, lambda _: None),
+        PanelQuantity(label, times, measured, durations=True),
+        PanelQuantity(f"speed-up over N = {base}", [r.speed_up for r in rows], speed_ups, faster),
+        PanelQuantity("efficiency", shares, efficiencies, [1.0] * len(rows), share=True),
+        PanelQuantity("node-hours of the training", hours, [None] * len(rows)),
     )
 
 
-def _value_axis(axes: Axes, curve: ScalingCurve, quantity: PanelQuantity) -> None:
-    values = []
-    for row in curve.rows:
-        value, low, high = quantity.value(row)
-        values += [value, max(low, value / MOST_WIDTH), min(high, value * MOST_WIDTH)]
-        values += [quantity.measured(row) or value]
-        if quantity.ideal is not None:
-            values.append(quantity.ideal(row.nodes))
+def _value_axis(axes: Axes, quantity: PanelQuantity) -> None:
+    shown = [*quantity.ideal]
+    for (value, low, high), measured in zip(quantity.values, quantity.measured, strict=True):
+        shown += [value, max(low, value / MOST_WIDTH), min(high, value * MOST_WIDTH)]
+        shown.append(measured or value)
     if not quantity.share:
-        style.value_axis(axes, values, label=quantity.label, durations=quantity.durations)
+        style.value_axis(axes, shown, label=quantity.label, durations=quantity.durations)
         return
-    axes.set_ylim(0.0, 1.08 * max(1.0, *values))
+    axes.set_ylim(0.0, 1.08 * max(1.0, *shown))
     style.even_ticks(axes.yaxis, 6)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.0f} %"))
     axes.set_ylabel(quantity.label)
@@ -129,33 +111,25 @@ def _draw_panel(
     axes: Axes, curve: ScalingCurve, quantity: PanelQuantity, chosen: int | None
 ) -> None:
     sizes = [row.nodes for row in curve.rows]
-    if quantity.ideal is not None:
-        ideal = [quantity.ideal(nodes) for nodes in sizes]
-        axes.plot(sizes, ideal, ":", color=style.MUTED.light, linewidth=1.3, zorder=1)
-    _, lows, highs = zip(*map(quantity.value, curve.rows), strict=True)
+    if quantity.ideal:
+        axes.plot(sizes, quantity.ideal, ":", color=style.MUTED.light, linewidth=1.3, zorder=1)
+    values, lows, highs = zip(*quantity.values, strict=True)
     axes.fill_between(sizes, lows, highs, color=COLOUR, alpha=0.16, linewidth=0)
-    for first, second in pairwise(curve.rows):
-        ends = [(row.nodes, quantity.value(row).value) for row in (first, second)]
-        beyond = "extrapolated" in (first.basis, second.basis)
-        axes.plot(*zip(*ends, strict=True), "--" if beyond else "-", color=COLOUR, zorder=3)
-    for row in curve.rows:
-        _draw_row(axes, row, quantity)
-        if row.nodes == chosen:
-            point = [row.nodes], [quantity.value(row).value]
-            (ring,) = axes.plot(*point, "o", color=style.INK.light, fillstyle="none", zorder=6)
-            ring.set(markersize=12, markeredgewidth=1.4)
-
-
-def _draw_row(axes: Axes, row: ScalingRow, quantity: PanelQuantity) -> None:
-    value = quantity.value(row).value
-    key = EXTRAPOLATED if row.basis == "extrapolated" else PREDICTED
-    measured = quantity.measured(row)
-    if measured is not None:
-        # the line already shows the prediction
-        value = measured
-        key = PREDICTED._replace(hollow=False)
-    (mark,) = axes.plot([row.nodes], [value], key.marker, color=COLOUR, zorder=4)
-    mark.set(markersize=5.0, markerfacecolor=style.PAPER.light if key.hollow else COLOUR)
+    beyond = [row.basis == "extrapolated" for row in curve.rows]
+    for i in range(len(sizes) - 1):
+        dash = "--" if beyond[i] or beyond[i + 1] else "-"
+        axes.plot(sizes[i : i + 2], values[i : i + 2], dash, color=COLOUR, zorder=3)
+    marks = zip(sizes, values, quantity.measured, beyond, strict=True)
+    for nodes, value, measured, is_beyond in marks:
+        key = EXTRAPOLATED if is_beyond else PREDICTED
+        if measured is not None:
+            # the line already shows the prediction
+            key = PREDICTED._replace(hollow=False)
+        (mark,) = axes.plot([nodes], [measured or value], key.marker, color=COLOUR, zorder=4)
+        mark.set(markersize=5.0, markerfacecolor=style.PAPER.light if key.hollow else COLOUR)
+        if nodes == chosen:
+            (ring,) = axes.plot([nodes], [value], "o", color=style.INK.light, fillstyle="none")
+            ring.set(markersize=12, markeredgewidth=1.4, zorder=6)
 
 
 def _keys(curve: ScalingCurve) -> list[style.Key]:
