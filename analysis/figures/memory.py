@@ -135,8 +135,10 @@ def _usage(run: RunContents) -> MemoryContent:
     limit = _limit(run, summary)
     allowed = _allowed(run, summary, limit, sorted(workers))
     fitting = {item.configuration for item in candidates if _fits(item, summary, allowed)}
+    # a single worker that splits its batch into micro-batches needs less memory than several do
+    alone = workers & {1} if summary.parts > 1 else set()
     lines = []
-    for kind in _kinds(workers, summary.parts):
+    for kind in filter(None, (workers - alone, alone)):
         mine = [item for item in measured if item[0].world_size in kind]
         line = [item for item in candidates if item.configuration.world_size in kind]
         lines.append(_line(mine, line, fitting))
@@ -172,16 +174,6 @@ def _fits(item: Candidate, summary: Summary, allowed: Mapping[int, float]) -> bo
     workers = item.configuration.world_size
     below = item.local_batch / item.accumulation < summary.oom_bound(alone=workers == 1)
     return below and item.peak_memory_bytes <= allowed[workers]
-
-
-def _kinds(workers: set[int], parts: int) -> list[set[int]]:
-    """Group the numbers of workers that need the same memory.
-
-    A single worker that splits its batch into micro-batches needs less than several do.
-    """
-    if parts == 1:
-        return [workers]
-    return [kind for kind in (workers - {1}, workers & {1}) if kind]
 
 
 def _line(
