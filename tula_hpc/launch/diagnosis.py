@@ -32,10 +32,10 @@ MOST_WORDS = 500
 
 class _Sign(NamedTuple):
     failure: Failure
-    # states of the job's steps that mean this failure
-    states: frozenset[str]
     # pattern of words in the job's log that mean this failure
     words: str
+    # states of the job's steps that mean this failure
+    states: tuple[str, ...] = ()
 
 
 # Messages of CUDA, NVML and the kernel's driver about broken hardware or a broken driver. Sources:
@@ -85,42 +85,39 @@ PYTHON_GONE = r"^\S+ error: execve\(\): (\S+): No such file or directory"
 _SIGNS = (
     _Sign(
         Failure.HOST_OOM,
-        frozenset({"OUT_OF_MEMORY"}),
         r"oom-kill event|oom_kill|Exceeded job memory limit",
+        states=("OUT_OF_MEMORY",),
     ),
     _Sign(
         Failure.DEVICE_OOM,
-        frozenset(),
         r"OutOfMemoryError|CUDA (error: )?out of memory|Cuda failure.{0,300}out of memory",
     ),
     # before BAD_INPUT: the file may be one of the user's
-    _Sign(Failure.KILLED, frozenset(), _REFUSED_FILE),
+    _Sign(Failure.KILLED, _REFUSED_FILE),
     # before DEVICE_FAILED: its sentence may quote why there is no device
-    _Sign(Failure.BAD_INPUT, frozenset(), rf"{_raised(Failure.BAD_INPUT)}|{PYTHON_GONE}"),
+    _Sign(Failure.BAD_INPUT, rf"{_raised(Failure.BAD_INPUT)}|{PYTHON_GONE}"),
     # before its consequences: peers wait for a worker with a broken device until their time is up
-    _Sign(Failure.DEVICE_FAILED, frozenset(), rf"{_raised(Failure.DEVICE_FAILED)}|{DEVICE_WORDS}"),
+    _Sign(Failure.DEVICE_FAILED, rf"{_raised(Failure.DEVICE_FAILED)}|{DEVICE_WORDS}"),
     _Sign(
         Failure.NODE_FAILED,
-        frozenset({"NODE_FAIL", "BOOT_FAIL"}),
         r"DUE TO NODE FAILURE|Node failure on",
+        states=("NODE_FAIL", "BOOT_FAIL"),
     ),
     _Sign(
         Failure.TIMED_OUT,
-        frozenset({"TIMEOUT", "DEADLINE"}),
         r"DUE TO TIME LIMIT|not requeued because: timed-out",
+        states=("TIMEOUT", "DEADLINE"),
     ),
     _Sign(
         Failure.PREEMPTED,
-        frozenset({"PREEMPTED"}),
         rf"DUE TO PREEMPTION|{_raised(Failure.PREEMPTED)}",
+        states=("PREEMPTED",),
     ),
     _Sign(
-        Failure.NO_SPACE,
-        frozenset(),
-        rf"No space left on device|Disk quota exceeded|File too large|{CUT_OFF}",
+        Failure.NO_SPACE, rf"No space left on device|Disk quota exceeded|File too large|{CUT_OFF}"
     ),
-    _Sign(Failure.DIVERGED, frozenset(), _raised(Failure.DIVERGED)),
-    _Sign(Failure.KILLED, frozenset(), _raised(Failure.KILLED)),
+    _Sign(Failure.DIVERGED, _raised(Failure.DIVERGED)),
+    _Sign(Failure.KILLED, _raised(Failure.KILLED)),
 )
 
 
@@ -128,7 +125,7 @@ def classify(rows: Sequence[StepState], log: str) -> Failure:
     """Return why a job ended without a result, by its steps' states and the end of its log."""
     states = {"OUT_OF_MEMORY" if row.exit_code == "0:125" else row.state for row in rows}
     for sign in _SIGNS:
-        if states & sign.states or re.search(sign.words, log, re.MULTILINE):
+        if states.intersection(sign.states) or re.search(sign.words, log, re.MULTILINE):
             return sign.failure
     if rows and rows[0].state == "CANCELLED":
         return Failure.CANCELLED
@@ -314,116 +311,90 @@ class Wait(NamedTuple):
     # explanation, in which JOB stands for the job's id; "" if the reason is not known here
     words: str
     # whether the reason will not go away by itself
-    stuck: bool
-
-
-class _Kind(NamedTuple):
-    # matches the whole reason that Slurm gives
-    pattern: str
-    words: str
     stuck: bool = False
 
 
-# patterns that are more specific come first
-_KINDS = (
-    _Kind("None|", "not looked at by the scheduler yet"),
-    _Kind("Priority", "other jobs go first"),
-    _Kind("Resources", "enough nodes have to become free"),
-    _Kind(
-        "DependencyNeverSatisfied",
-        "the job that it was to follow did not end as it should",
-        stuck=True,
+# by patterns of the whole reason that Slurm gives; those that are more specific come first
+_REASONS = {
+    "None|": Wait("not looked at by the scheduler yet"),
+    "Priority": Wait("other jobs go first"),
+    "Resources": Wait("enough nodes have to become free"),
+    "DependencyNeverSatisfied": Wait(
+        "the job that it was to follow did not end as it should", stuck=True
     ),
-    _Kind("Dependency", "the job that it follows is not over"),
-    _Kind("BeginTime", "its start is set for later, about two minutes after a requeue"),
-    _Kind(
-        "JobHeldUser|.*held state|.*requeued held",
-        "held; `scontrol release JOB` lets it go",
-        stuck=True,
+    "Dependency": Wait("the job that it follows is not over"),
+    "BeginTime": Wait("its start is set for later, about two minutes after a requeue"),
+    "JobHeldUser|.*held state|.*requeued held": Wait(
+        "held; `scontrol release JOB` lets it go", stuck=True
     ),
-    _Kind(
-        "JobHeldAdmin",
-        "held by an administrator: ask them, or try `scontrol release JOB`",
-        stuck=True,
+    "JobHeldAdmin": Wait(
+        "held by an administrator: ask them, or try `scontrol release JOB`", stuck=True
     ),
-    _Kind(
-        "JobHoldMaxRequeue",
-        "held after too many requeues; `scontrol release JOB` lets it go",
-        stuck=True,
+    "JobHoldMaxRequeue": Wait(
+        "held after too many requeues; `scontrol release JOB` lets it go", stuck=True
     ),
-    _Kind(
-        "JobArrayTaskLimit", "earlier tasks of its array, of which array_parallelism run at a time"
+    "JobArrayTaskLimit": Wait(
+        "earlier tasks of its array, of which array_parallelism run at a time"
     ),
-    _Kind(
-        "ReqNodeNotAvail.*[Rr]eserv.*",
+    "ReqNodeNotAvail.*[Rr]eserv.*": Wait(
         "a reservation has its nodes, or begins before its time limit would end: `scontrol show "
-        "reservation` says until when; with shorter train_minutes or profile_minutes it may begin now",
+        "reservation` says until when; with shorter train_minutes or profile_minutes it may begin now"
     ),
-    _Kind(
-        "ReqNodeNotAvail.*",
-        "its nodes are down or drained (`sinfo -R` says why), or reserved",
+    "ReqNodeNotAvail.*": Wait("its nodes are down or drained (`sinfo -R` says why), or reserved"),
+    "Nodes required for job are .*": Wait(
+        "its nodes are down or drained (`sinfo -R` says why), or kept for other jobs"
     ),
-    _Kind(
-        "Nodes required for job are .*",
-        "its nodes are down or drained (`sinfo -R` says why), or kept for other jobs",
+    "NodeDown": Wait("a node that it needs is down"),
+    "PartitionTimeLimit": Wait("asks for more time than its partition allows", stuck=True),
+    "PartitionNodeLimit": Wait(
+        "asks for more nodes than its partition allows, or some of its nodes are down", stuck=True
     ),
-    _Kind("NodeDown", "a node that it needs is down"),
-    _Kind("PartitionTimeLimit", "asks for more time than its partition allows", stuck=True),
-    _Kind(
-        "PartitionNodeLimit",
-        "asks for more nodes than its partition allows, or some of its nodes are down",
-        stuck=True,
+    "PartitionConfig": Wait("asks for more than its partition has or allows", stuck=True),
+    "PartitionDown|PartitionInactive": Wait(
+        "its partition is closed until an administrator opens it"
     ),
-    _Kind("PartitionConfig", "asks for more than its partition has or allows", stuck=True),
-    _Kind(
-        "PartitionDown|PartitionInactive", "its partition is closed until an administrator opens it"
+    "MaxMemPerLimit": Wait("asks for more memory than its partition allows", stuck=True),
+    "DeadLine": Wait("it cannot end before its deadline", stuck=True),
+    "BadConstraints": Wait("no node has what it asks for", stuck=True),
+    "(Invalid|AccountNotAllowed|QOSNotAllowed).*": Wait(
+        "its account or QOS may not be used here", stuck=True
     ),
-    _Kind("MaxMemPerLimit", "asks for more memory than its partition allows", stuck=True),
-    _Kind("DeadLine", "it cannot end before its deadline", stuck=True),
-    _Kind("BadConstraints", "no node has what it asks for", stuck=True),
-    _Kind(
-        "(Invalid|AccountNotAllowed|QOSNotAllowed).*",
-        "its account or QOS may not be used here",
-        stuck=True,
+    "Reservation": Wait("its reservation has not begun"),
+    "ReservationDeleted": Wait("its reservation was deleted", stuck=True),
+    "(QOS|Assoc)Max.*Per(Job|Node).*": Wait("asks for more than a single job may have", stuck=True),
+    "(QOS|Assoc)Grp.*RunM.*": Wait("other jobs of its account or QOS fill a limit"),
+    "QOSMin.*": Wait("asks for less than its QOS demands", stuck=True),
+    "(QOS|Assoc)Grp.*(Minutes|Wall).*": Wait(
+        "the budget of its account or QOS is used up", stuck=True
     ),
-    _Kind("Reservation", "its reservation has not begun"),
-    _Kind("ReservationDeleted", "its reservation was deleted", stuck=True),
-    _Kind(
-        "(QOS|Assoc)Max.*Per(Job|Node).*", "asks for more than a single job may have", stuck=True
+    "QOSUsageThreshold": Wait("its QOS is not used fairly enough for now"),
+    "(QOS|Max).*(PerUser|PU).*": Wait("your own other jobs fill a limit for one user"),
+    "(QOS|Max).*(PerAccount|PA).*": Wait("other jobs of its account fill a limit"),
+    "QOSGrp.*|QOS.*Limit": Wait("other jobs of its QOS fill a limit"),
+    "AssocGrp.*|AssocMax.*|Association.*Limit": Wait("other jobs of its account fill a limit"),
+    "Licenses": Wait("licenses have to become free"),
+    "BurstBuffer.*": Wait("the burst buffer has to become free"),
+    "Cleaning|Prolog": Wait("the nodes are getting ready"),
+    "(JobLaunchFailure|SystemFailure|NonZeroExitCode).*": Wait(
+        "it could not be started", stuck=True
     ),
-    _Kind("(QOS|Assoc)Grp.*RunM.*", "other jobs of its account or QOS fill a limit"),
-    _Kind("QOSMin.*", "asks for less than its QOS demands", stuck=True),
-    _Kind(
-        "(QOS|Assoc)Grp.*(Minutes|Wall).*",
-        "the budget of its account or QOS is used up",
-        stuck=True,
-    ),
-    _Kind("QOSUsageThreshold", "its QOS is not used fairly enough for now"),
-    _Kind("(QOS|Max).*(PerUser|PU).*", "your own other jobs fill a limit for one user"),
-    _Kind("(QOS|Max).*(PerAccount|PA).*", "other jobs of its account fill a limit"),
-    _Kind("QOSGrp.*|QOS.*Limit", "other jobs of its QOS fill a limit"),
-    _Kind("AssocGrp.*|AssocMax.*|Association.*Limit", "other jobs of its account fill a limit"),
-    _Kind("Licenses", "licenses have to become free"),
-    _Kind("BurstBuffer.*", "the burst buffer has to become free"),
-    _Kind("Cleaning|Prolog", "the nodes are getting ready"),
-    _Kind(
-        "(JobLaunchFailure|SystemFailure|NonZeroExitCode).*", "it could not be started", stuck=True
-    ),
-)
+}
 _STATES = {
-    "REQUEUE_HOLD": Wait("held after a requeue; `scontrol release JOB` lets it go", True),
-    "SPECIAL_EXIT": Wait("held after a special exit; `scontrol release JOB` lets it go", True),
-    "RESV_DEL_HOLD": Wait("held, since its reservation was deleted", True),
-    "SUSPENDED": Wait(
-        "suspended, by Slurm for other jobs or by hand, which `scontrol resume JOB` ends", False
+    "REQUEUE_HOLD": Wait("held after a requeue; `scontrol release JOB` lets it go", stuck=True),
+    "SPECIAL_EXIT": Wait(
+        "held after a special exit; `scontrol release JOB` lets it go", stuck=True
     ),
-    "STOPPED": Wait("stopped; it keeps its nodes", False),
-    "REQUEUED": Wait("requeued", False),
-    "REQUEUE_FED": Wait("requeued", False),
-    "EXPEDITING": Wait("requeued ahead of others", False),
-    "LAUNCH_FAILED": Wait("its nodes could not start it", False),
-    "RECONFIG_FAIL": Wait("its nodes could not be set up for it", False),
-    "REVOKED": Wait("another cluster of the federation runs it", False),
+    "RESV_DEL_HOLD": Wait("held, since its reservation was deleted", stuck=True),
+    "SUSPENDED": Wait(
+        "suspended, by Slurm for other jobs or by hand, which `scontrol resume JOB` ends"
+    ),
+    "STOPPED": Wait("stopped; it keeps its nodes"),
+    "REQUEUED": Wait("requeued"),
+    "REQUEUE_FED": Wait("requeued"),
+    "EXPEDITING": Wait("requeued ahead of others"),
+    "LAUNCH_FAILED": Wait("its nodes could not start it"),
+    "RECONFIG_FAIL": Wait("its nodes could not be set up for it"),
+    "REVOKED": Wait("another cluster of the federation runs it"),
 }
 # all other states of a job that is not over are kinds of running
 WAITING = {"PENDING", *_STATES}
@@ -438,9 +409,9 @@ def explain(job: JobState) -> Wait:
     """Return why a job waits."""
     if job.state in _STATES:
         return _STATES[job.state]
-    found = (kind for kind in _KINDS if re.fullmatch(kind.pattern, job.reason.strip("()")))
-    kind = next(found, None)
-    return Wait(kind.words, kind.stuck) if kind else Wait("", False)
+    reason = job.reason.strip("()")
+    found = (wait for pattern, wait in _REASONS.items() if re.fullmatch(pattern, reason))
+    return next(found, Wait(""))
 
 
 MAX_LOG_BYTES = 200_000
@@ -475,22 +446,16 @@ def complaining_nodes(paths: Iterable[Path]) -> list[int]:
     submitit writes at the top of a task's log on which node it runs: `Starting with
     JobEnvironment(…, node=1(2), …)`. If only nccl complains, on several nodes, none is returned.
     """
-    words: dict[str, list[str]] = {}
     nodes: dict[str, int] = {}
+    complaints: list[tuple[str, str]] = []
     for path in paths:
         text = last_bytes(path)
-        task = path.stem
         if places := re.findall(r"Starting with JobEnvironment\(.*\bnode=(\d+)\(", text):
-            nodes[task] = int(places[-1])
+            nodes[path.stem] = int(places[-1])
         if word := device_word(_last_run(text)):
-            words.setdefault(task, []).append(word)
-    sure = set()
-    found = set()
-    for task, lines in words.items():
-        if task in nodes:
-            found.add(nodes[task])
-            if any(re.search(DEVICE_WORDS, line) for line in lines):
-                sure.add(nodes[task])
+            complaints.append((path.stem, word))
+    found = {nodes[task] for task, _ in complaints if task in nodes}
+    sure = {nodes[t] for t, word in complaints if t in nodes and re.search(DEVICE_WORDS, word)}
     # a complaint of nccl counts only if it comes from a single node
     return sorted(sure or (found if len(found) == 1 else ()))
 
