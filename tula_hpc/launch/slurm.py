@@ -250,18 +250,17 @@ def avoid_host(array_id: str, task_id: str, host: str, timeout_s: float) -> None
 def hosts_of(job_id: str) -> list[str]:
     """Return the nodes of a job's last run, in the order of their numbers; [] if unknown."""
     try:
-        columns = ["-o", "JobID,NNodes,NodeList"]
-        text = run_command(["sacct", "-X", "-n", "-P", "-j", job_id, *columns])
-        row = next((row for row in _rows(text, 3) if row[0] == job_id), None)
-        count = count_in(row[1]) if row else None
-        if row is None or not count or row[2] == "None assigned":
+        where = ["-j", job_id, "-o", "JobID,NNodes,NodeList"]
+        rows = _rows(run_command(["sacct", "-X", "-n", "-P", *where]), 3)
+        _, nodes, names = next((row for row in rows if row[0] == job_id), ("", "", ""))
+        count = count_in(nodes)
+        if not count or names == "None assigned":
             return []
-        lines = run_command(["scontrol", "show", "hostnames", row[2]]).splitlines()
+        lines = run_command(["scontrol", "show", "hostnames", names]).splitlines()
     except LaunchError:
         return []
     # names of nodes only, without a site's own lines
-    names = _BRACKETS.sub("[", row[2]).split(",")
-    beginnings = tuple(name.partition("[")[0] for name in names)
+    beginnings = tuple(each.partition("[")[0] for each in _BRACKETS.sub("[", names).split(","))
     stripped = [line.strip() for line in lines]
     hosts = [each for each in stripped if each.startswith(beginnings) and _HOST.fullmatch(each)]
     # with a line too many the numbers would mean other nodes
@@ -458,7 +457,6 @@ def _no_longer(until: float) -> float:
 
 # largest difference between the clocks of this machine and of accounting
 SLACK_S = 3600.0
-FIELDS = ("JobID", "JobName", "State", "ElapsedRaw", "NNodes")
 
 
 def accounted_runs(
@@ -476,14 +474,10 @@ def accounted_runs(
         return {}
     parents = sorted({job_id.partition("_")[0] for job_id in stages})
     start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since - SLACK_S))
-    where = ["-S", start, "-j", ",".join(parents)]
-    text = run_command(["sacct", "-D", "-n", "-P", "-X", *where, "-o", ",".join(FIELDS)], timeout_s)
+    where = ["-S", start, "-j", ",".join(parents), "-o", "JobID,JobName,State,ElapsedRaw,NNodes"]
+    text = run_command(["sacct", "-D", "-n", "-P", "-X", *where], timeout_s)
     accounts: dict[str, list[JobAccount]] = {}
-    for line in text.splitlines():
-        fields = line.split("|")
-        if len(fields) != len(FIELDS):
-            continue
-        shown, name, words, elapsed, nodes = fields
+    for shown, name, words, elapsed, nodes in _rows(text, 5):
         if not name.startswith(name_prefix):
             continue
         state = words.partition(" ")[0]
