@@ -92,18 +92,16 @@ def lost(run: RunDirectory) -> list[tuple[Path, Notice, set[str]]]:
     Raises:
         RunDirectoryError: A notice is damaged.
     """
-    known: dict[str, list[str]] = {}
+    known: dict[str, set[str]] = {}
     for job in run.history().submissions():
-        known.setdefault(job.folder, []).append(job.job_id)
+        known.setdefault(job.folder, set()).add(job.job_id)
     found = []
     for path in sorted(run.slurm.glob(f"*/{NOTICE}")):
-        notice, ids = (
-            read_document(Notice, path),
-            known.get(str(path.parent.relative_to(run.root)), []),
-        )
+        notice = read_document(Notice, path)
+        ids = known.get(str(path.parent.relative_to(run.root)), set())
         # some ids are known if the command was killed between two events of an array
         if len(ids) < len(notice.tasks):
-            found.append((path, notice, set(ids)))
+            found.append((path, notice, ids))
     return found
 
 

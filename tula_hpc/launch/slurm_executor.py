@@ -69,8 +69,6 @@ NO: dict[type[RefusedError], str] = {
     RefusedError: "the scheduler refused the job",
     SubmitLimitError: "a limit of the cluster on submitted jobs is reached",
 }
-# submitit would write --wckey=submitit, which is refused where wckeys are enforced
-DEFAULTS: dict[str, Any] = {"wckey": None}
 # keys of the cluster file, by the nouns in sbatch's complaints about them
 REFUSED_KEYS = {
     "partition": "partition",
@@ -247,7 +245,8 @@ class SlurmJobs:
         """Return the arguments of submitit's `_make_sbatch_string`."""
         cluster = self.cluster
         parameters: dict[str, Any] = {
-            **DEFAULTS,
+            # else submitit writes --wckey=submitit, which is refused where wckeys are enforced
+            "wckey": None,
             "job_name": request.name,
             "nodes": request.nodes,
             "ntasks_per_node": cluster.workers_per_node,
