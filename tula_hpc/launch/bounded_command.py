@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO, NamedTuple
 
 from tula_hpc.env import slurm_conf, without_filters
@@ -85,8 +85,14 @@ def run(
         process = _start(arguments, stdin, environment)
     except (OSError, ValueError) as error:
         raise NotStartedError(_not_started(name, error)) from None
-    with process, _killed_if_given_up(process):
-        stdout, stderr = _read(process, name, timeout_s)
+    with process:
+        try:
+            stdout, stderr = _read(process, name, timeout_s)
+        except BaseException:
+            # its children, too, which may hold its pipes
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
     texts = [text.decode(errors="backslashreplace") for text in (stdout, stderr)]
     return Done(process.returncode, *texts)
 
@@ -117,17 +123,6 @@ def _not_started(name: str, error: OSError | ValueError) -> str:
         return f"{name} is not on PATH: is this a Slurm login node?"
     words = error.strerror if isinstance(error, OSError) else str(error)
     return f"{name} cannot be started: {words}"
-
-
-@contextlib.contextmanager
-def _killed_if_given_up(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Kill the process, and its children, which may hold its pipes, if the block fails."""
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        raise
 
 
 def _read(process: subprocess.Popen[bytes], name: str, timeout_s: float) -> tuple[bytes, bytes]:
