@@ -95,8 +95,7 @@ def records(job: ProfileJob) -> Callable[[], None]:
 
 def command(arguments: Sequence[str]) -> int:
     """Run `python -m tula_hpc.sweep` with such tasks, and return the exit code."""
-    make = profile_stage._job
-    profile_stage._job = lambda *described: records(make(*described))  # type: ignore[assignment] # a task too
+    vars(profile_stage)["ProfileJob"] = lambda *of_job, **more: records(ProfileJob(*of_job, **more))
     return sweep_command(arguments)
 
 

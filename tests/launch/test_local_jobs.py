@@ -171,8 +171,7 @@ def test_the_same_command_measures_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: Callable[[], None]
 ) -> None:
     run = RunDirectory(tmp_path / "run").create()
-    make = profile_stage._job
-    monkeypatch.setattr(profile_stage, "_job", lambda *described: records(make(*described)))
+    monkeypatch.setattr(profile_stage, "ProfileJob", lambda *of_job, **more: records(ProfileJob(*of_job, **more)))
 
     def command() -> None:
         carry_out(Sweep(SWEEP, ClusterSpec(), run, unix_time()), "profile")
@@ -202,8 +201,7 @@ def test_a_users_mistake_is_reported_after_one_job_and_is_no_bug(
     run = RunDirectory(tmp_path / "run").create()
     earlier = measurement(Configuration(1, 1, 32), status="failed", failure=Failure.BAD_INPUT, finished_at=1.0)
     append_record(run.profile / "earlier.jsonl", earlier)
-    make = profile_stage._job
-    monkeypatch.setattr(profile_stage, "_job", lambda *described: complains(make(*described)))
+    monkeypatch.setattr(profile_stage, "ProfileJob", lambda *of_job, **more: complains(ProfileJob(*of_job, **more)))
     with pytest.raises(StageError) as caught:
         carry_out(Sweep(SWEEP, ClusterSpec(), run, unix_time()), "profile")
     sentence, log = str(caught.value).splitlines()

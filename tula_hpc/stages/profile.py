@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from itertools import count, groupby
 from pathlib import Path
+from typing import Any
 
 from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
 from tula_hpc.env import unix_time
@@ -338,33 +339,27 @@ def _record_end(part: Sweep, job: Submission, end: Ended) -> bool:
     """Record how a job ended; return whether a configuration, and not a preemption, ended it."""
     output = _output_of(part, job)
     blamed = blamed_configuration(job.configurations, output) if output.is_file() else None
-    preempted = end.failure is Failure.PREEMPTED
-    if blamed is not None and _is_an_attempt(part, blamed, end):
+    if blamed is None:
+        part.run.log_event("ended", "profile", job_id=job.job_id, failure=None)
+        return False
+    if _is_an_attempt(part, blamed, end):
         record = failed_measurement(part.cluster, blamed, end, part.partition)
         notes = read_records(JobNote, [notes_file(output)]).records
-        passes = notes[-1].accumulation if notes else None
-        record = record.model_copy(update={"accumulation": passes})
+        changes: dict[str, Any] = {"accumulation": notes[-1].accumulation if notes else None}
         # dated back: the user may have removed the cause since that earlier command
         if job.submitted_at < part.started_at:
-            record = record.model_copy(update={"finished_at": job.submitted_at})
-        append_record(output, record)
+            changes["finished_at"] = job.submitted_at
+        append_record(output, record.model_copy(update=changes))
         # a cancellation was reported before
         if not (end.failure.is_oom or end.failure in (*FOR_THE_USER, Failure.CANCELLED)):
             sys.stderr.write(f"profiling: {_how_it_failed(blamed, end)}\n")
-    if blamed is not None and end.failure is Failure.DEVICE_FAILED:
-        data = {
-            "hosts": list(end.hosts),
-            "configuration": list(blamed),
-            "partition": part.partition,
-        }
-        detail = informative_line(end.log_tail)
-        part.run.log_event(
-            "ended", "profile", job_id=job.job_id, failure=end.failure, detail=detail, data=data
-        )
-        return True
-    failure = end.failure if blamed is not None else None
-    part.run.log_event("ended", "profile", job_id=job.job_id, failure=failure)
-    return blamed is not None and not preempted
+    fields: dict[str, Any] = {"failure": end.failure}
+    if end.failure is Failure.DEVICE_FAILED:
+        where = {"configuration": list(blamed), "partition": part.partition}
+        fields["detail"] = informative_line(end.log_tail)
+        fields["data"] = {"hosts": list(end.hosts), **where}
+    part.run.log_event("ended", "profile", job_id=job.job_id, **fields)
+    return end.failure is not Failure.PREEMPTED
 
 
 def _how_it_failed(blamed: Configuration, end: Ended) -> str:
@@ -429,7 +424,20 @@ def _submit(
     data = []
     for group in groups:
         output = _new_output(part, nodes, group)
-        jobs.append(_job(part, nodes, group, output, trusted_batch))
+        job = ProfileJob(
+            part.spec,
+            part.cluster,
+            group,
+            output,
+            nodes,
+            partition=part.partition,
+            asks=part.spec.search.packed and part.spec.search.mode == "adaptive",
+            smaller=one_at_a_time(part.spec, part.cluster),
+            since=part.started_at,
+            trusted_batch=trusted_batch,
+            submitted_at=unix_time(),
+        )
+        jobs.append(job)
         name = str(output.relative_to(part.run.root))
         measured = list(map(list, group))
         data.append({"partition": part.partition, "output": name, "configurations": measured})
@@ -439,28 +447,6 @@ def _submit(
         jobs, stage="profile", nodes=nodes, minutes=minutes, data=data, after=before
     )
     return list(dict.fromkeys(job.array_id for job in submitted))
-
-
-def _job(
-    part: Sweep,
-    nodes: int,
-    group: tuple[Configuration, ...],
-    output: Path,
-    trusted_batch: int | None,
-) -> ProfileJob:
-    return ProfileJob(
-        part.spec,
-        part.cluster,
-        group,
-        output,
-        nodes,
-        partition=part.partition,
-        asks=part.spec.search.packed and part.spec.search.mode == "adaptive",
-        smaller=one_at_a_time(part.spec, part.cluster),
-        since=part.started_at,
-        trusted_batch=trusted_batch,
-        submitted_at=unix_time(),
-    )
 
 
 def _new_output(part: Sweep, nodes: int, group: Sequence[Configuration]) -> Path:
