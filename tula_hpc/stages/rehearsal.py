@@ -62,17 +62,10 @@ def rehearse(
     Raises:
         TrialError: The workload has a mistake, which the message names.
     """
-    # -B, since a dry run must leave nothing behind, not even compiled files of the user's modules
-    command = [
-        *start_of_python(),
-        "-B",
-        # prints where a crash happened
-        "-X",
-        "faulthandler",
-        "-m",
-        "tula_hpc.profiling.rehearsal_process",
-        *map(str, files),
-    ]
+    # -B, since a dry run must leave nothing behind, not even compiled files of the user's modules;
+    # faulthandler prints where a crash happened
+    options = ["-B", "-X", "faulthandler", "-m", "tula_hpc.profiling.rehearsal_process"]
+    command = [*start_of_python(), *options, *map(str, files)]
     command += [word for name in memory for word in ("--memory", name)]
     # taken before the trial, so that later changes of the code are noticed
     key = key_of(spec)
