@@ -64,10 +64,14 @@ def read_energy(gpus: int = 0) -> EnergyReading:
 def mean_power(began: EnergyReading, ended: EnergyReading) -> Power:
     """Return the node's mean power between two readings."""
     elapsed_s = max(ended.time_s - began.time_s, 1e-9)
-    return Power(
-        _rapl_watts(began.rapl, ended.rapl, elapsed_s),
-        _gpu_watts(began.gpu_joules, ended.gpu_joules, elapsed_s),
-    )
+    processors_w: float | None = None
+    gpus_w: float | None = None
+    if both := began.rapl.keys() & ended.rapl.keys():
+        used = sum(_used(began.rapl[name], ended.rapl[name]) for name in both)
+        processors_w = used * MICRO / elapsed_s
+    if began.gpu_joules is not None and ended.gpu_joules is not None:
+        gpus_w = max(0.0, ended.gpu_joules - began.gpu_joules) / elapsed_s
+    return Power(processors_w, gpus_w)
 
 
 class RaplCounter(NamedTuple):
@@ -98,16 +102,6 @@ def read_rapl() -> dict[str, RaplCounter]:
     return found
 
 
-def _rapl_watts(
-    began: Mapping[str, RaplCounter], ended: Mapping[str, RaplCounter], elapsed_s: float
-) -> float | None:
-    both = began.keys() & ended.keys()
-    if not both:
-        return None
-    used = (_used(began[name], ended[name]) for name in both)
-    return sum(used) * MICRO / elapsed_s
-
-
 def _used(began: RaplCounter, ended: RaplCounter) -> int:
     """Return the microjoules between two readings."""
     difference = ended.microjoules - began.microjoules
@@ -115,12 +109,6 @@ def _used(began: RaplCounter, ended: RaplCounter) -> int:
         # the counter has wrapped once
         difference += ended.wraps_at
     return difference
-
-
-def _gpu_watts(began: float | None, ended: float | None, elapsed_s: float) -> float | None:
-    if began is None or ended is None:
-        return None
-    return max(0.0, ended - began) / elapsed_s
 
 
 def _nvml_joules(least: int) -> float | None:
