@@ -81,7 +81,10 @@ def try_workload(spec: WorkloadSpec, data: Data, *, for_gpus: bool, several: boo
     """
     classes = data.classes if spec.loss is None else None
     for which, samples in (("training", data.train), ("test", data.test)):
-        _try_items(samples, which, classes)
+        named = NamedItems(samples, which, classes)
+        with torch.random.fork_rng(devices=[]):
+            for index in spread(len(named), TRIED_BEFORE):
+                named.item(index)
     light = build_without_memory(spec, data.classes, data.image_size)
     parameters = [p for p in light.parameters() if not is_lazy(p)]
     if bytes_of(parameters) > LARGEST_BYTES:
@@ -97,26 +100,13 @@ def try_workload(spec: WorkloadSpec, data: Data, *, for_gpus: bool, several: boo
     return workload.identity
 
 
-def _try_items(samples: Dataset[Any], which: str, classes: int | None) -> None:
-    named = NamedItems(samples, which, classes)
-    with torch.random.fork_rng(devices=[]):
-        for index in spread(len(named), TRIED_BEFORE):
-            named.item(index)
-
-
 def _try_step(spec: WorkloadSpec, workload: Workload, *, several: bool) -> None:
-    positions = spread(samples_of(workload.train), TRIED_BEFORE)
+    """Take a forward and backward pass in training mode."""
+    train = workload.train
+    positions = spread(samples_of(train), TRIED_BEFORE)
     # BatchNorm cannot train on one sample
     if len(positions) == 1:
         return
-    _take_step(spec, workload, positions)
-    if several:
-        refuse_unused(workload.model)
-
-
-def _take_step(spec: WorkloadSpec, workload: Workload, positions: Sequence[int]) -> None:
-    """Take a forward and backward pass in training mode, with the samples at these positions."""
-    train = workload.train
     words = f"{spec.model} cannot take a training step"
     with torch.random.fork_rng(devices=[]), autocast_on(spec, CPU):
         inputs, targets = default_collate([train[position] for position in positions])
@@ -133,6 +123,8 @@ def _take_step(spec: WorkloadSpec, workload: Workload, positions: Sequence[int])
             _warn_of_mixed_samples(spec.loss, workload, outputs, targets)
         with blamed("workload.model", words):
             torch.autograd.backward(loss)
+    if several:
+        refuse_unused(workload.model)
 
 
 def _warn_of_mixed_samples(name: str, workload: Workload, outputs: Any, targets: Any) -> None:
