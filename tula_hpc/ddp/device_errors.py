@@ -66,13 +66,10 @@ def reporting_broken_devices(root: Path, stage: str) -> Iterator[None]:
                 detail=detail,
                 data={"hosts": [host]},
             )
-        _warn_siblings(host)
+        array_id = array_job_id()
+        task_id = slurm_job_id()
+        if array_id is not None and task_id is not None:
+            # the array's other tasks must avoid this host, which becomes free when this one ends
+            with contextlib.suppress(LaunchError):
+                slurm.avoid_host(array_id, task_id, host, ANSWER_S)
         raise DeviceError(f"{host}: {detail}") from error
-
-
-def _warn_siblings(host: str) -> None:
-    """Keep the array's other tasks off this host, which becomes free when this task ends."""
-    array_id, task_id = array_job_id(), slurm_job_id()
-    if array_id is not None and task_id is not None:
-        with contextlib.suppress(LaunchError):
-            slurm.avoid_host(array_id, task_id, host, ANSWER_S)

@@ -225,10 +225,6 @@ class _Door:
                     drawn.shutdown(socket.SHUT_RDWR)
             self.unproven.append(connection)
 
-    def _leave_room(self, connection: socket.socket) -> None:
-        with self.changed, contextlib.suppress(ValueError):
-            self.unproven.remove(connection)
-
     def _admit(self, connection: socket.socket, peer: str) -> None:
         try:
             connection.settimeout(HANDSHAKE_S)
@@ -249,7 +245,8 @@ class _Door:
             connection.close()
             self._report(peer)
         finally:
-            self._leave_room(connection)
+            with self.changed, contextlib.suppress(ValueError):
+                self.unproven.remove(connection)
 
     def _seat(self, rank: int, guest: _Guest) -> None:
         with self.changed:
