@@ -21,7 +21,6 @@ def reference_gradient(
     targets: Batch,
     parameters: Sequence[Tensor],
     *,
-    group: dist.ProcessGroup | None = None,
     autocast: AbstractContextManager[Any] | None = None,
     loss_scale: float = 1.0,
 ) -> list[Tensor | None]:
@@ -38,7 +37,6 @@ def reference_gradient(
             workers is then the gradient over all samples.
         targets: This worker's targets.
         parameters: Parameters in the optimizer's order.
-        group: Process group of the average; the default group if None.
         autocast: Context for forward pass and loss.
         loss_scale: The loss is multiplied, the gradient divided by it, so that small float16
             gradients do not vanish.
@@ -54,7 +52,7 @@ def reference_gradient(
         model, loss, inputs, targets, trainable, autocast=autocast, loss_scale=loss_scale
     )
     with torch.no_grad():
-        averages = average_over_workers(gradients, trainable, group)
+        averages = average_over_workers(gradients, trainable)
     by_parameter = dict(zip(trainable, averages, strict=True))
     return [by_parameter.get(parameter) for parameter in parameters]
 
@@ -120,7 +118,7 @@ def _untouched_rng(parameters: Sequence[Tensor]) -> Iterator[None]:
 def average_over_workers(
     gradients: Sequence[Tensor | None],
     parameters: Sequence[Tensor],
-    group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup | None = None,
 ) -> Sequence[Tensor | None]:
     """Return the mean over the workers, by one all-reduce; a single worker keeps its own.
 
