@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections import deque
@@ -16,13 +17,13 @@ from tula_hpc.ddp.stop_signals import StopRequest, Suspensions
 from tula_hpc.env import WorkerEnvironment, job_started_at, join_job, unix_time
 from tula_hpc.errors import DivergedError
 from tula_hpc.failure_kinds import Failure
+from tula_hpc.formatting import plural
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.process_memory import held_by_others, out_of_memory
 from tula_hpc.training.checkpoints import Checkpoints
 from tula_hpc.training.drift import DriftGuard, DriftStart, begin_drift_watch
 from tula_hpc.training.ending import leave, record_oom, write_result
 from tula_hpc.training.evaluation import NO_EVALUATION, Evaluation, Evaluator
-from tula_hpc.training.hooks import hooks_of
 from tula_hpc.training.progress import Training
 from tula_hpc.training.training_log import TrainingLog
 
@@ -57,9 +58,8 @@ class Trainer:
         self.stop = stop
         self.training = Training(job, env)
         self.worker = self.training.worker
-        self.hooks = hooks_of(self.training)
         self.suspensions = Suspensions().install()
-        self.log = TrainingLog(self.training, self.hooks, self.suspensions)
+        self.log = TrainingLog(self.training, self.suspensions)
         self.guard = DriftGuard(self.worker, job, start)
         # batch of the last step
         self.batch: tuple[Batch, Batch] | None = None
@@ -77,7 +77,8 @@ class Trainer:
             with self.suspensions.blamed():
                 return self._train_or_leave()
         except DivergedError as error:
-            if not self.hooks.divergence_is_result:
+            # in a study it is the training's result
+            if self.training.study is None:
                 raise
             return self._finish(NO_EVALUATION, str(error))
         finally:
@@ -102,7 +103,7 @@ class Trainer:
             if not self._train_epoch(batches):
                 return leave(self.training, self.stop)
             evaluation = NO_EVALUATION
-            if self.hooks.is_evaluated(progress.epoch + 1):
+            if self.training.is_evaluated(progress.epoch + 1):
                 self._count_start()
                 evaluation = self.evaluator.test()
                 progress.evaluation_s += evaluation.seconds
@@ -199,7 +200,9 @@ class Trainer:
         progress = self.training.progress
         progress.count_epoch()
         progress.epoch_loss = float(self.log.epoch_loss)
-        self.hooks.on_epoch_end(evaluation)
+        if self.training.study is not None and not math.isfinite(evaluation.loss):
+            epochs = plural(progress.epoch, "epoch")
+            raise DivergedError(f"the loss on the test set is not finite after {epochs}")
         progress.last_loss = progress.epoch_loss / max(1, progress.epoch_steps)
         self.log.write_epoch(evaluation)
         progress.begin_epoch()
@@ -210,10 +213,12 @@ class Trainer:
 
     def _finish(self, test: Evaluation, diverged: str = "") -> str:
         self.saving.settle()
+        study = self.training.study
         on_training_samples: Evaluation | None = None
-        if self.hooks.scores_training_samples and not diverged:
+        if study is not None and not diverged:
             on_training_samples = self.evaluator.score_training_samples()
         write_result(self.training, test, on_training_samples, diverged)
-        if self.hooks.keeps_last_checkpoint_only:
+        if study is not None:
+            # a study has many trainings
             self.checkpoints.keep_last_only()
         return "finished"

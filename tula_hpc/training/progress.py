@@ -24,6 +24,8 @@ class Training:
         refuse_another(self.run_directory, job.measured, self.worker.workload.identity)
         self.global_batch = job.configuration.global_batch
         self.epochs = job.sweep.workload.epochs
+        # not None if this is one of a study's trainings, which are compared with each other
+        self.study = job.sweep.study
         self.samples_per_epoch = self.worker.samples
         self.progress = Progress()
 
@@ -49,6 +51,12 @@ class Training:
     def epoch_ends(self) -> bool:
         """True if the current epoch has no further whole batch."""
         return self.progress.epoch_ends(self.samples_per_epoch, self.global_batch)
+
+    def is_evaluated(self, epoch: int) -> bool:
+        """Tell whether the test set is evaluated at the end of that epoch, counted from 1."""
+        if self.study is None or epoch == self.epochs:
+            return True
+        return epoch % self.study.evaluate_every == 0
 
     def any(self, mine: bool) -> bool:
         """Tell whether `mine` is true on any worker. Collective."""

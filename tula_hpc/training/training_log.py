@@ -16,7 +16,6 @@ from torch import Tensor
 from tula_hpc.ddp.stop_signals import Suspensions
 from tula_hpc.errors import DivergedError, InputError
 from tula_hpc.training.evaluation import NO_EVALUATION, Evaluation
-from tula_hpc.training.hooks import TrainingHooks
 from tula_hpc.training.metrics_writer import MetricsWriter, StepWindow
 from tula_hpc.training.progress import Training
 
@@ -24,9 +23,8 @@ from tula_hpc.training.progress import Training
 class TrainingLog:
     """Log of one worker's training; rank 0 writes it."""
 
-    def __init__(self, training: Training, hooks: TrainingHooks, suspensions: Suspensions) -> None:
+    def __init__(self, training: Training, suspensions: Suspensions) -> None:
         self.training = training
-        self.hooks = hooks
         self.suspensions = suspensions
         self.metrics = MetricsWriter(
             training.files.metrics_file if training.is_main else None,
@@ -105,10 +103,14 @@ class TrainingLog:
         window.seconds = time.perf_counter() - self.started
         self.restart_window()
         stuck = training.worker.steps_are_skipped
-        if self.hooks.has_diverged(math.nan if stuck else mean_loss):
+        has_diverged = stuck or not math.isfinite(mean_loss)
+        if training.study is not None:
+            # all workers end together, as rank 0 writes the result
+            has_diverged = training.any(has_diverged)
+        if has_diverged:
             self._refuse_samples(began, window.steps)
-            if self.hooks.divergence_is_result:
-                # all workers come here, and rank 0, which writes the result, may not be stuck
+            if training.study is not None:
+                # rank 0 may not be stuck
                 stuck = training.any(stuck)
             raise DivergedError(_why_diverged(training.progress.step, stuck=stuck))
         lr = training.worker.optimizer.param_groups[0]["lr"]
@@ -119,7 +121,7 @@ class TrainingLog:
         """Raise InputError if samples of the steps are not finite: no learning rate helps then."""
         index = self.training.worker.loader.not_finite(*began, batches=steps)
         is_found = index is not None
-        if self.hooks.divergence_is_result:
+        if self.training.study is not None:
             # all workers come here, and rank 0, which writes the result, may have finite samples
             is_found = self.training.any(is_found)
         if is_found:
