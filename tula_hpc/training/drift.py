@@ -302,35 +302,25 @@ class DriftGuard:
         if self.watch is None or not shared:
             return
         change = self.watch.observe(Look(*shared))
-        if change is not None:
-            probe = probe_parts(self.worker, *batch)
-            self._log(change, self._drift(self.watch, probe))
-
-    def _drift(self, watch: Watch, probe: Probe) -> tuple[Drift, str]:
-        """Return the episode, and the slowest worker's host if that matters. Whole on rank 0."""
-        measured = probe.parts.model_copy(update={"data_time_s": watch.data_time_s})
-        job = self.job
-        drift = episode_of(watch, measured, self._expected(), job.configuration, job.partition)
-        host = ""
-        if drift.part == "compute":
-            host = self._host(probe.slowest_node)
-        return drift, host
-
-    def _expected(self) -> StepParts:
-        # only rank 0 logs, and a shared file system need not serve more than one reader
-        if self.worker.env.rank != 0:
-            return StepParts()
-        everything = RunDirectory(self.job.root).measurements().records
-        own = of_partition(everything, self.job.partition)
-        return expected_parts(own, self.job.configuration)
-
-    def _host(self, node: int | None) -> str:
-        hosts = self.worker.env.hosts
-        return hosts[node] if node is not None and node < len(hosts) else ""
-
-    def _log(self, change: DriftChange, found: tuple[Drift, str]) -> None:
+        if change is None:
+            return
+        probe = probe_parts(self.worker, *batch)
+        # a shared file system need not serve more than one reader
         if self.worker.env.rank == 0:
-            put_on_record(self.run, self.job.label, self.worker.env.job_id, change, *found)
+            self._log(change, self.watch, probe)
+
+    def _log(self, change: DriftChange, watch: Watch, probe: Probe) -> None:
+        job = self.job
+        own = of_partition(self.run.measurements().records, job.partition)
+        expected = expected_parts(own, job.configuration)
+        measured = probe.parts.model_copy(update={"data_time_s": watch.data_time_s})
+        drift = episode_of(watch, measured, expected, job.configuration, job.partition)
+        hosts = self.worker.env.hosts
+        node = probe.slowest_node
+        host = ""
+        if drift.part == "compute" and node is not None and node < len(hosts):
+            host = hosts[node]
+        put_on_record(self.run, job.label, self.worker.env.job_id, change, drift, host)
 
 
 def episode_of(
@@ -363,16 +353,8 @@ def put_on_record(  # noqa: PLR0917 - of one event
         write_atomically(path, drift.model_dump_json(indent=1))
     else:
         path.unlink(missing_ok=True)
-    data = event_data(drift)
-    if host:
-        data["slowest_host"] = host
-    detail = _describe(change, drift, host)
-    run.log_event(change, "train", detail=detail, job_id=job_id, data=data)
-
-
-def event_data(drift: Drift) -> dict[str, Any]:
-    """Return the numbers of an episode for an event; times are in seconds."""
-    return {
+    # times are in seconds
+    data: dict[str, Any] = {
         "measured_s": drift.measured_s,
         "predicted_s": drift.predicted_s,
         "ratio": drift.measured_s / drift.predicted_s,
@@ -380,6 +362,10 @@ def event_data(drift: Drift) -> dict[str, Any]:
         "parts": {"measured": drift.measured.model_dump(), "expected": drift.expected.model_dump()},
         "local_batch": drift.local_batch,
     }
+    if host:
+        data["slowest_host"] = host
+    detail = _describe(change, drift, host)
+    run.log_event(change, "train", detail=detail, job_id=job_id, data=data)
 
 
 _PARTS = {
