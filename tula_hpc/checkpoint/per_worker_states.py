@@ -43,21 +43,17 @@ class LocalStates:
         error: CheckpointError | None = None
         # not in the background: rank 0 may begin its file only after all the others are on disk
         if self.worker.env.rank != 0:
-            error = self._save_own(samples_seen, restart_count)
+            try:
+                self.store.save(
+                    self.worker.own_state(), samples_seen=samples_seen, restart_count=restart_count
+                )
+            except CheckpointError as failed:
+                # raised below, once all workers know of it
+                error = failed
         (number,) = self.worker.agree(error_number(error))
         if number:
             raise error or CheckpointError(f"another worker's state {words_of(number)}")
         return {WORKERS: self.worker.env.world_size}
-
-    def _save_own(self, samples_seen: int, restart_count: int) -> CheckpointError | None:
-        try:
-            self.store.save(
-                self.worker.own_state(), samples_seen=samples_seen, restart_count=restart_count
-            )
-        except CheckpointError as error:
-            # `save` raises it once all workers know of it
-            return error
-        return None
 
     def load(self, loaded: LoadedCheckpoint) -> dict[str, Any]:
         """Return the model, optimizer and scaler state for this worker. Collective.
