@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -257,28 +258,16 @@ def _small_maxvit(name: str, classes: int, image_size: int) -> nn.Module:
     return model
 
 
-def _adapt_residual(model: Any, _: int) -> None:
-    model.conv1 = _small_stem(model.conv1)
-    model.maxpool = nn.Identity()
+def _replace_stem(conv: str, pooling: str, model: Any, _: int) -> None:
+    """Replace the first convolution, and remove the pooling behind it if there is a name of one."""
+    model.set_submodule(conv, _small_stem(model.get_submodule(conv)))
+    if pooling:
+        model.set_submodule(pooling, nn.Identity())
 
 
 def _adapt_shufflenet(model: Any, _: int) -> None:
     _keep_resolution(model)
     model.maxpool = nn.Identity()
-
-
-def _adapt_densenet(model: Any, _: int) -> None:
-    model.features.conv0 = _small_stem(model.features.conv0)
-    model.features.pool0 = nn.Identity()
-
-
-def _adapt_squeezenet(model: Any, _: int) -> None:
-    model.features[0] = _small_stem(model.features[0])
-
-
-def _adapt_googlenet(model: Any, _: int) -> None:
-    model.conv1.conv = _small_stem(model.conv1.conv)
-    model.maxpool1 = nn.Identity()
 
 
 def _adapt_inception(model: Any, _: int) -> None:
@@ -301,13 +290,13 @@ _BUILDERS: dict[str, Callable[[str, int, int], nn.Module]] = {
     "maxvit_": _small_maxvit,
 }
 _ADAPTERS: dict[str, Callable[[nn.Module, int], None]] = {
-    "resnet": _adapt_residual,
-    "resnext": _adapt_residual,
-    "wide_resnet": _adapt_residual,
+    "resnet": partial(_replace_stem, "conv1", "maxpool"),
+    "resnext": partial(_replace_stem, "conv1", "maxpool"),
+    "wide_resnet": partial(_replace_stem, "conv1", "maxpool"),
     "shufflenet": _adapt_shufflenet,
-    "densenet": _adapt_densenet,
-    "squeezenet": _adapt_squeezenet,
-    "googlenet": _adapt_googlenet,
+    "densenet": partial(_replace_stem, "features.conv0", "features.pool0"),
+    "squeezenet": partial(_replace_stem, "features.0", ""),
+    "googlenet": partial(_replace_stem, "conv1.conv", "maxpool1"),
     "inception": _adapt_inception,
     "mobilenet": _keep_resolution,
     "efficientnet": _keep_resolution,
