@@ -180,8 +180,10 @@ def _check_fits(
     Raises:
         InputError: One of the three fails, or does not return what the protocol asks for.
     """
-    count, inputs, targets = _test_batch(data.test, tried)
-    inputs, targets = map_tensors(lambda tensor: tensor.to(device), (inputs, targets))
+    items = [data.test[index] for index in spread(samples_of(data.test), tried)]
+    inputs, targets = default_collate(items)
+    batch = (prepared(data.test, inputs), targets)
+    inputs, targets = map_tensors(lambda tensor: tensor.to(device), batch)
     with blamed("workload.model", f"{spec.model} cannot be moved to {device}"):
         model.to(device)
     modes = [(module, module.training) for module in model.modules()]
@@ -189,7 +191,7 @@ def _check_fits(
     with torch.random.fork_rng(gpus), autocast_on(spec, device):
         outputs = _outputs(spec, model.eval(), inputs)
         if spec.loss is None:
-            _check_scores(spec, outputs, (count, data.classes))
+            _check_scores(spec, outputs, (len(items), data.classes))
         else:
             losses = _of_samples("workload.loss", spec.loss, criterion.losses, outputs, targets)
             _check_loss(spec.loss, losses, model)
@@ -202,13 +204,6 @@ def _check_fits(
                 raise InputError(f"{found}; expected shares from 0 to 1", key=key)
     for module, training in modes:
         module.training = training
-
-
-def _test_batch(test: Dataset[Any], tried: int) -> tuple[int, Any, Any]:
-    """Return the number of samples, and inputs and targets of a batch of them."""
-    items = [test[index] for index in spread(samples_of(test), tried)]
-    inputs, targets = default_collate(items)
-    return len(items), prepared(test, inputs), targets
 
 
 def refuse_unused(model: nn.Module) -> None:
