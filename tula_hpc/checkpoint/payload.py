@@ -121,9 +121,7 @@ def why_too_large(instructions: int) -> str:
 def check_loaded(state: Any, most_bytes: int) -> None:
     """Check the loaded content before anything reads its numbers.
 
-    Args:
-        state: The content.
-        most_bytes: Size of the payload; the tensors may not take more.
+    The tensors may not take more than `most_bytes`, the size of the payload.
 
     Raises:
         PayloadError: A tensor claims more bytes than the payload has, or containers are nested too

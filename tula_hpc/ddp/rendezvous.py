@@ -71,10 +71,8 @@ SO_ATTACH_FILTER = 26
 def meet(env: WorkerEnvironment, patience: timedelta) -> Store:
     """Return a store that all workers of the job share. Collective.
 
-    Args:
-        env: This worker's rank in the job.
-        patience: Longest wait for the others, at most `LOCAL_PATIENCE` on one machine; also the
-            time limit of requests to the store.
+    `patience` is the longest wait for the others, at most `LOCAL_PATIENCE` on one machine, and the
+    time limit of requests to the store.
 
     Raises:
         MeetingError: Workers did not come, rank 0 can listen on no port, or the job has no secret.

@@ -35,14 +35,7 @@ LEAST_LOSS_SCALE = 2.0**-14
 
 
 class Worker:
-    """One process of a data-parallel job.
-
-    Args:
-        sweep: Workload and method.
-        cluster: The device and the CPUs that a worker has.
-        configuration: Nodes, workers per node and local batch.
-        env: This process's rank in the job.
-    """
+    """One process of a data-parallel job; `env` is its place among the others."""
 
     def __init__(
         self,
@@ -155,11 +148,8 @@ class Worker:
     ) -> Tensor:
         """Return the mean loss of the local batch, detached, and leave gradients in `.grad`.
 
-        Args:
-            inputs: The batch.
-            targets: The targets of the same samples.
-            synchronize: All-reduce the gradients.
-            whole: Take the batch at once even if a step splits it into micro-batches.
+        Gradients are all-reduced if `synchronize`. If `whole`, the batch is taken at once even
+        where a step splits it into micro-batches.
         """
         quiet = isinstance(self.parallel, DistributedDataParallel) and not synchronize
         with self.parallel.no_sync() if quiet else contextlib.nullcontext():  # type: ignore[operator]

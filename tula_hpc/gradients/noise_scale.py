@@ -102,12 +102,8 @@ class NoiseScale:
     ) -> None:
         """Add squared norms of two batches' gradients at the same weights, without synchronization.
 
-        Args:
-            small: |g_b|², 0-dim.
-            large: |g_B|², 0-dim.
-            small_batch: b; a pair with b not below B is passed over.
-            large_batch: B.
-            decay: The pair counts 1 − `decay` in the averages.
+        The norms are 0-dim. A pair with b not below B is passed over; another one counts 1 −
+        `decay` in the averages. See `gradient_square`.
         """
         if large_batch <= small_batch:
             return

@@ -66,10 +66,8 @@ def main(arguments: Sequence[str]) -> None:
 def requeue(job_id: str, time_outs_left: int, countdown: int) -> None:
     """Requeue a job that has to stop; submitit's own function takes a refusal for a bug.
 
-    Args:
-        job_id: The job's id.
-        time_outs_left: Time-outs that were left before the signal.
-        countdown: Time-outs left now: fewer if submitit counts this stop as a time-out.
+    `time_outs_left` were left before the signal, `countdown` are left now: fewer if submitit counts
+    this stop as a time-out.
 
     Raises:
         UncompletedJobError: The job reached its time limit, and Slurm refused.

@@ -116,12 +116,9 @@ class StillRunningError(Exception):
 class Launcher:
     """Submits callables as jobs of one cluster and waits for them.
 
-    Args:
-        cluster: Where and how jobs run.
-        run: The run directory; logs and pickles go to its slurm/ folder.
-        name: Base of the job names, unique to the sweep.
-        detached: Whether to raise `StillRunningError` instead of waiting.
-        work: Workload whose folders are mounted if jobs run in a container.
+    Logs and pickles go to the slurm/ folder of `run`. `name` is the base of the jobs' names, unique
+    to the sweep. If `detached`, it raises `StillRunningError` instead of waiting. The folders of
+    the workload `work` are mounted if jobs run in a container.
     """
 
     def __init__(
@@ -156,17 +153,10 @@ class Launcher:
         Every array has a folder and a name of its own, so that no old result looks new if the
         scheduler counts its job ids from 1 again.
 
-        Args:
-            jobs: Callables to run.
-            stage: Names the folder and the jobs.
-            nodes: Number of nodes of each job.
-            minutes: Time limit of each job.
-            data: Further fields of each job's "submitted" event.
-            after: Ids of jobs that must be over before these start.
-            patient: Whether to wait for room below a site's limit, and to record a refusal.
-
-        Returns:
-            The accepted jobs, at least one: the first ones, if the site limits their number.
+        `data` are further fields of each job's "submitted" event; `after` are ids of jobs that must
+        be over before these start. If not `patient`, a site's limit is not waited for, and a
+        refusal is not recorded. Returned are the accepted jobs, at least one: the first ones, if
+        the site limits their number.
 
         Raises:
             LaunchError: The scheduler refused, or there is no room and waiting would not help.

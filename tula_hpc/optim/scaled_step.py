@@ -2,7 +2,8 @@
 
 A factor s with the share w, a number on the device, counts as 1 + w·(s − 1): s itself where w is 1
 or true, exactly 1 where it is 0 or false. Factors that many elements share stay one number: they
-are mixed with 1 in one vector and never expanded.
+are mixed with 1 in one vector and never expanded. A share is 0-dim, bool or from 0 to 1; a factor
+has the shape of its tensor or is 0-dim, is on its device, and None stands for the factor 1.
 
 SGD with weight decay makes a temporary as large as each tensor. Above 32 MiB the C library maps new
 memory at every step, and the kernel clears each of its pages: for layers of a hundred million
@@ -37,13 +38,7 @@ Mix = Callable[[Tensor], Tensor]
 def multiply_where(
     share: Tensor, gradients: Sequence[Tensor], factors: Sequence[Tensor | None]
 ) -> None:
-    """Multiply gradients in place by a share of their factors; None stands for the factor 1.
-
-    Args:
-        share: 0-dim, bool or from 0 to 1.
-        gradients: Dense gradients.
-        factors: For each gradient a factor of its shape or 0-dim, on its device.
-    """
+    """Multiply dense gradients in place by a share of their factors."""
     for piece in _pieces(
         [_Part((g,), f) for g, f in zip(gradients, factors, strict=True) if f is not None]
     ):
@@ -62,17 +57,10 @@ def move_where(
     before: Sequence[Tensor],
     factors: Sequence[Tensor | None],
 ) -> None:
-    """Set parameters to p_before + s·(p − p_before) in place; None stands for the factor 1.
+    """Set parameters to p_before + s·(p − p_before) in place, for a share of each factor.
 
-    Only a share of each factor counts.
-
-    It is computed as p + (1 − s)·(p_before − p), which leaves p as it is, to the bit, where s is 1.
-
-    Args:
-        share: 0-dim, bool or from 0 to 1.
-        parameters: Parameters after the optimizer's step.
-        before: The parameters before that step, of the same shapes and types.
-        factors: For each parameter a factor of its shape or 0-dim, on its device.
+    `before` has copies from before the optimizer's step, of the same shapes and types. The result
+    is computed as p + (1 − s)·(p_before − p), which leaves p as it is, to the bit, where s is 1.
     """
     triples = zip(parameters, before, factors, strict=True)
     for piece in _pieces([_Part((p, old), f) for p, old, f in triples if f is not None]):
@@ -202,11 +190,7 @@ def scale_and_step(
 ) -> None:
     """Multiply gradients in place by a share of their factors, and take the base's step.
 
-    Args:
-        base: An optimizer for which `fits` holds.
-        share: 0-dim, bool or from 0 to 1.
-        gradients: Gradient of each parameter that has one.
-        factors: Factor of each of these parameters, of its shape or 0-dim; None stands for 1.
+    `fits` holds for the base and these gradients, each of which has an entry in `factors`.
     """
     numbers = [factor for factor in factors.values() if factor is not None and factor.dim() == 0]
     once = {id(number): by for number, by in zip(numbers, mixed(share, numbers), strict=True)}

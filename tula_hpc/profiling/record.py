@@ -46,11 +46,8 @@ def record_oom(
 def refuse_shared_device(held: str, configuration: Configuration, tried: int) -> None:
     """Leave a configuration to a job on other hosts if other jobs held the memory.
 
-    Args:
-        held: What `held_by_others` says.
-        configuration: Configuration at which memory ran out.
-        tried: Number of jobs so far that a broken device has ended at this configuration; the last
-            one that may try it is not refused.
+    `held` is what `held_by_others` says. `tried` jobs were ended so far by a broken device at this
+    configuration; the last one that may try it is not refused.
 
     Raises:
         DeviceError: Processes outside of this job held much of the device.

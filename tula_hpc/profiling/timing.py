@@ -58,7 +58,7 @@ class MeanInterval(NamedTuple):
 
 
 def mean_interval(rounds: Sequence[float]) -> MeanInterval:
-    """Return the Winsorized mean over rounds with its 95 % interval.
+    """Return the Winsorized mean over rounds, at least one, with its 95 % interval; in seconds.
 
     A training of n steps takes n times the mean step: a median misses that L loader processes which
     started together deliver in bursts, so that one step of L waits for all. A mean follows each
@@ -70,9 +70,6 @@ def mean_interval(rounds: Sequence[float]) -> MeanInterval:
     10, 1968): with h = n − 2 rounds left as they are and the deviation s of all n after pulling in,
     t(h−1) · (n−1)/(h−1) · s/√n. Below five rounds it is Student's, n = h; a single round has no
     width. Times are positive: the low end is at least 0.
-
-    Args:
-        rounds: Mean seconds of a step in each round, at least one.
     """
     count = len(rounds)
     kept = count - 2 if count >= LEAST_ROUNDS else count

@@ -67,17 +67,11 @@ class StageProgress:
         is_most: bool = False,
         state: str | None = None,
     ) -> None:
-        """Show how much of the stage is done.
+        """Show that `done` of `total` is done, and the same in words: `text`, and `notes` on events.
 
-        Args:
-            done: How much is done, for a bar.
-            total: How much there is to do, for a bar.
-            text: The same in words, counts first, and the current work.
-            left_s: Estimated seconds until the stage is done.
-            notes: Sentences on events.
-            is_most: True if `left_s` is the longest that it can take.
-            state: States of the jobs. With it, a log shows changes of states and notes at once, and
-                others at most once a minute, when `done` has reached another whole number.
+        `left_s` is the estimated time until the end, with `is_most` the longest that it can take.
+        With the states of the jobs, `state`, a log shows changes of states and notes at once, and
+        others at most once a minute, when `done` has reached another whole number.
         """
         left = [] if left_s is None else [format_left(left_s, is_most=is_most)]
         shown = "; ".join([", ".join([text, *left]), *notes])

@@ -39,14 +39,10 @@ def base_optimizer(
 ) -> Optimizer:
     """Return SGD with momentum or AdamW, or their layer-wise forms LARS and LAMB.
 
-    Args:
-        workload: Optimizer and its numbers.
-        parameters: Parameters to train.
-        sharded: Whether the states are divided over the workers of the default process group.
-        layer_wise: LARS (Y. You et al. 2017) in place of SGD, LAMB (Y. You et al. 2020) in place of
-            AdamW: each parameter's update is multiplied by its trust ratio.
-        exempt: Parameters that LARS and LAMB treat as SGD and Adam do, without trust ratio and
-            weight decay.
+    LARS (Y. You et al. 2017) takes the place of SGD, LAMB (Y. You et al. 2020) that of AdamW: each
+    parameter's update is multiplied by its trust ratio. They treat parameters in `exempt` as SGD
+    and Adam do, without trust ratio and weight decay. If `sharded`, the states are divided over the
+    workers of the default process group.
     """
     kind: type[Optimizer] = torch.optim.SGD
     # the order of these keys stays the same, since checkpoints hold it
