@@ -129,20 +129,17 @@ class EpochDataset(NamedItems):
         bits = mix(self.seed, epochs, positions)
         if isinstance(self.dataset, KeyedItems):
             return self.dataset.keyed_items(positions, bits)
+        items = []
         # once for all items: restoring NumPy's random numbers may take longer than loading an item
         with random_numbers_kept():
-            return [
-                self._seeded_item(index, seed)
-                for index, seed in zip(positions.tolist(), bits.tolist(), strict=True)
-            ]
+            for index, seed in zip(positions.tolist(), bits.tolist(), strict=True):
+                seed_random_numbers(seed)
+                items.append(self.item(index))
+        return items
 
     def pair(self, first: Any, second: Any) -> str:
         """Name the items of two keys for a message."""
         return super().pair(first[1], second[1])
-
-    def _seeded_item(self, index: int, seed: int) -> Any:
-        seed_random_numbers(seed)
-        return self.item(index)
 
 
 class ResumableSampler(DistributedSampler[Key]):
