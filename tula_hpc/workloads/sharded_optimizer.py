@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from tula_hpc.batches import map_tensors
+
 # largest description that a worker may send of the names and shapes of its states
 MOST_DESCRIPTION_BYTES = 64 * 1024**2
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -47,8 +49,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
             parameters = [parameter for group in groups for parameter in group]
             state: dict[int, dict[str, Any]] = {}
             if rank == self.rank:
-                for index, values in own.items():
-                    state[index] = {name: _on_cpu(value) for name, value in values.items()}
+                state = map_tensors(lambda tensor: tensor.detach().cpu(), own)
             # the worker that gathers has nothing to send
             if rank == self.rank != to:
                 _send(own, rank, torch_own._default_device)
@@ -124,7 +125,3 @@ def _empty_like_sent(
         of_parameter = f"of a parameter of shape {tuple(parameter.shape)}"
         raise ValueError(f"a worker sends a state {dtype} {shape} {of_parameter}")
     return torch.zeros(shape, dtype=DTYPES[dtype], device=device)
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
