@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -90,8 +89,11 @@ class Evaluator:
         worker = self.training.worker
         worker.share_buffers()
         sums = torch.zeros(4, dtype=torch.float64, device=worker.device)
+        # a checkpoint that is due, or has failed, can wait for the end of the evaluation
+        agreement = Agreement(worker, self.stop)
+        most = most_batches(loader, self.training.env.world_size)
         with worker.evaluating():
-            for inputs, targets in self._until_stopped(loader):
+            for inputs, targets in until_stopped(loader, most, agreement):
                 sums += self._score(inputs, targets)
         loss, count, right, among_best = worker.total(*sums.tolist())
         return Evaluation(
@@ -119,8 +121,3 @@ class Evaluator:
             if samples_in(targets) <= self.local_batch or out_of_memory(error) is None:
                 raise
         return None
-
-    def _until_stopped(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        # a checkpoint that is due, or has failed, can wait for the end of the evaluation
-        agreement = Agreement(self.training.worker, self.stop)
-        return until_stopped(loader, most_batches(loader, self.training.env.world_size), agreement)
