@@ -97,22 +97,16 @@ def traceless_loss(
     The random numbers are those of the CPU and of the parameters' devices. The arguments are those
     of `reference_gradient`.
     """
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with torch.enable_grad(), _untouched_rng(parameters):
-        with autocast or nullcontext():
-            # this works on copies of the buffers; the module gets its own back in any case
-            value = loss(functional_call(model, buffers, (inputs,)), targets)
-        yield value
-
-
-@contextmanager
-def _untouched_rng(parameters: Sequence[Tensor]) -> Iterator[None]:
     accelerators = {p.device for p in parameters if p.device.type != "cpu"}
     # without accelerators the kind has no effect
     kind = next((device.type for device in accelerators), "cuda")
     indices = sorted(device.index or 0 for device in accelerators)
-    with torch.random.fork_rng(indices, device_type=kind):
-        yield
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with torch.enable_grad(), torch.random.fork_rng(indices, device_type=kind):
+        with autocast or nullcontext():
+            # this works on copies of the buffers; the module gets its own back in any case
+            value = loss(functional_call(model, buffers, (inputs,)), targets)
+        yield value
 
 
 def average_over_workers(
