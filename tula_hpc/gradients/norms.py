@@ -65,6 +65,11 @@ def sum_of_squares(norms: Iterable[Tensor], device: torch.device) -> Tensor:
     return torch.stack([norm.to(device) for norm in norms]).square().sum()
 
 
+def is_dense(gradient: Tensor) -> bool:
+    """Tell whether a gradient can be scaled: not sparse, as that of an embedding, or complex."""
+    return gradient.layout is torch.strided and not gradient.is_complex()
+
+
 def dense_gradients(parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
     """Return the gradients by parameter; a parameter without one is left out.
 
@@ -76,7 +81,7 @@ def dense_gradients(parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
         gradient = parameter.grad
         if gradient is None:
             continue
-        if gradient.layout is not torch.strided or gradient.is_complex():
+        if not is_dense(gradient):
             kind = "complex" if gradient.is_complex() else "sparse"
             raise TypeError(
                 "gradient scaling needs dense real gradients; "

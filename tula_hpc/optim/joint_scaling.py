@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tula_hpc.gradients.norms import dense_gradients
+from tula_hpc.gradients.norms import dense_gradients, is_dense
 from tula_hpc.optim.optimizer import Apply, Look, TulaOptimizer
 from tula_hpc.optim.scaled_step import copies, move_where, multiply_where
-from tula_hpc.optim.wrapper import untraced
+from tula_hpc.optim.wrapper import parameters_of, untraced
 
 
 class JointScaling(TulaOptimizer):
@@ -61,10 +61,9 @@ class JointScaling(TulaOptimizer):
         `joins`: from the next step on, gate and factors go by its gradients as well.
         """
         self._before = {}
-        owned = [parameter for group in partner.param_groups for parameter in group["params"]]
-        found = [parameter.grad for parameter in owned if parameter.grad is not None]
-        if any(each.layout is not torch.strided or each.is_complex() for each in found):
-            # as sparse gradients of an embedding, which have no norms: they are left as they are
+        owned = parameters_of(partner)
+        if not all(is_dense(each.grad) for each in owned if each.grad is not None):
+            # such gradients have no norms: they are left as they are
             return
         if joins and not set(owned) <= self._all.keys():
             self._all = dict.fromkeys((*self.parameters(), *owned))

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tula_hpc.gradients.noise_scale import NO_READING, NoiseReading, NoiseScale
-from tula_hpc.gradients.norms import norms_where_present, squared, squares
+from tula_hpc.gradients.norms import is_dense, norms_where_present, squared, squares
 from tula_hpc.optim.gate import Sensitivity
+from tula_hpc.optim.wrapper import parameters_of
 
 
 class GradientObserver:
@@ -146,23 +147,19 @@ class StepObserver(GradientObserver):
         """Restore the averages from copies; None: start afresh."""
         self.forget()
         state = state or {}
-        device = self._parameters[0].device
+        device = parameters_of(self._optimizer)[0].device
         self._sensitivity.load_state_dict(state.get("sensitivity"), device)
         self._noise.load_state_dict(state.get("noise"), device)
-
-    @property
-    def _parameters(self) -> list[Tensor]:
-        return [
-            parameter for group in self._optimizer.param_groups for parameter in group["params"]
-        ]
 
     @torch.no_grad()
     def _observe_step(self) -> None:
         small, known, clipping = self._small, self._squares, self._clipping
         self.forget()
-        gradients = [parameter.grad for parameter in self._parameters]
-        present = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        if self.idle or not present or not _are_dense(gradients) or self._is_skipped():
+        gradients = [parameter.grad for parameter in parameters_of(self._optimizer)]
+        present = {index: g for index, g in enumerate(gradients) if g is not None}
+        if self.idle or not present or not all(map(is_dense, present.values())):
+            return
+        if self._is_skipped():
             return
         large = self._squares_of(gradients) if known is None else known
         by_parameter = large.unbind()
@@ -175,7 +172,7 @@ class StepObserver(GradientObserver):
 
     def _squares_of(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Return squared norms of unscaled gradients; a fused optimizer unscales them itself."""
-        found = squares(norms_where_present(gradients), self._parameters[0].device)
+        found = squares(norms_where_present(gradients), parameters_of(self._optimizer)[0].device)
         loss_scale: Tensor | None = getattr(self._optimizer, "grad_scale", None)
         return found if loss_scale is None else found / squared(loss_scale)
 
@@ -183,11 +180,3 @@ class StepObserver(GradientObserver):
         """Tell whether a fused optimizer will skip this step: GradScaler found an overflow."""
         overflow: Tensor | None = getattr(self._optimizer, "found_inf", None)
         return overflow is not None and bool(overflow)
-
-
-def _are_dense(gradients: Sequence[Tensor | None]) -> bool:
-    return not any(
-        gradient.layout is not torch.strided or gradient.is_complex()
-        for gradient in gradients
-        if gradient is not None
-    )

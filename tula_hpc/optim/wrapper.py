@@ -79,4 +79,9 @@ class WrappingOptimizer(Optimizer):
 
     def parameters(self) -> list[Tensor]:
         """Return all parameters of all groups, in order."""
-        return [parameter for group in self.param_groups for parameter in group["params"]]
+        return parameters_of(self)
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups of an optimizer, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
