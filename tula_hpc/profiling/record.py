@@ -82,9 +82,7 @@ def describe(
 ) -> dict[str, Any]:
     """Return the fields of a measurement that describe where it was taken."""
     return {
-        "nodes": configuration.nodes,
-        "workers_per_node": configuration.workers_per_node,
-        "local_batch": configuration.local_batch,
+        **configuration._asdict(),
         "exclusive": cluster.exclusive or cluster.executor == "local",
         "emulated": cluster.executor == "local" and configuration.nodes > 1,
         "device": _device_name(cluster),

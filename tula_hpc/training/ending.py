@@ -207,9 +207,7 @@ def write_result(
     restarts = RunDirectory(job.root).history().restarts(job.label)
     result = TrainResult(
         label=job.label,
-        nodes=job.configuration.nodes,
-        workers_per_node=job.configuration.workers_per_node,
-        local_batch=job.configuration.local_batch,
+        **job.configuration._asdict(),
         global_batch=training.global_batch,
         method=job.sweep.training.method,
         epochs=progress.epoch,
