@@ -131,7 +131,20 @@ class GradScale:
 
     def summary(self, parameters: Sequence[Tensor]) -> tuple[float, float, float]:
         """Return mean, least and largest factor over all elements. Waits for the device."""
-        return _summarize([(p.numel(), self.factor(p)) for p in parameters])
+        factors = [(parameter.numel(), self.factor(parameter)) for parameter in parameters]
+        present = [(size, each.detach()) for size, each in factors if each is not None and size]
+        ones = sum(size for size, each in factors if each is None)
+        if not present:
+            return 1.0, 1.0, 1.0
+        device = present[0][1].device
+        rows = [torch.stack([f.mean(), f.amin(), f.amax()]).to(device) for _, f in present]
+        # the only transfer from the device
+        means, lows, highs = torch.stack(rows).T.tolist()
+        weights = [size for size, _ in present]
+        total = sum(weight * mean for weight, mean in zip(weights, means, strict=True)) + ones
+        if ones:
+            lows, highs = [*lows, 1.0], [*highs, 1.0]
+        return total / (sum(weights) + ones), min(lows), max(highs)
 
     def _smoothed(self, parameter: Tensor, ratio: Tensor) -> Tensor:
         old = self._factors.get(parameter)
@@ -180,22 +193,6 @@ def check_shapes(
             raise ValueError(
                 f"gradients of shapes {shapes} for a parameter of shape {tuple(parameter.shape)}"
             )
-
-
-def _summarize(sized: Sequence[tuple[int, Tensor | None]]) -> tuple[float, float, float]:
-    present = [(size, factor.detach()) for size, factor in sized if factor is not None and size]
-    ones = sum(size for size, factor in sized if factor is None)
-    if not present:
-        return 1.0, 1.0, 1.0
-    device = present[0][1].device
-    rows = [torch.stack([f.mean(), f.amin(), f.amax()]).to(device) for _, f in present]
-    # the only transfer from the device
-    means, lows, highs = torch.stack(rows).T.tolist()
-    weights = [size for size, _ in present]
-    total = sum(weight * mean for weight, mean in zip(weights, means, strict=True)) + ones
-    if ones:
-        lows, highs = [*lows, 1.0], [*highs, 1.0]
-    return total / (sum(weights) + ones), min(lows), max(highs)
 
 
 class Batches(NamedTuple):
