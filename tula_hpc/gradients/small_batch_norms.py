@@ -37,15 +37,6 @@ class _Exchange(NamedTuple):
     finished: Future[Tensor] | None
 
 
-class _Pending(NamedTuple):
-    """Squares of one backward pass that are being summed over the workers."""
-
-    # squares in the order of the buckets, then a NaN; summed over the workers once `work` is done
-    squares: Tensor
-    # the handle of the all-reduce
-    work: Any
-
-
 class LocalNorms:
     """Squared norms of the workers' own gradients, by parameter, at every backward pass of DDP.
 
@@ -93,7 +84,8 @@ class LocalNorms:
         # parameters of the last pass in the order of its buckets, and the index of each
         self._order: list[Tensor] = []
         self._index_of: dict[Tensor, int] = {}
-        self._pending: _Pending | None = None
+        # squares in the order of the buckets, then a NaN; and the all-reduce that sums them
+        self._pending: tuple[Tensor, Any] | None = None
         # backward passes with an all-reduce since `take_passes`
         self._passes = 0
         # index of each of `parameters` in the buckets' order, on the host and on the device
@@ -156,10 +148,9 @@ class LocalNorms:
         """
         if self._pending is None:
             raise RuntimeError("squares: no backward pass with an all-reduce since the last call")
-        pending = self._pending
-        self._pending = None
-        pending.work.wait()
-        mean = self._in_order(pending.squares) / (self.workers * squared(loss_scale))
+        (found, work), self._pending = self._pending, None
+        work.wait()
+        mean = self._in_order(found) / (self.workers * squared(loss_scale))
         return _nan_unless_finite(mean), self.batch
 
     def averaged(self, loss_scale: Tensor | float = 1.0) -> Tensor:
@@ -250,7 +241,7 @@ class LocalNorms:
         found = torch.cat([*self._squares, self._nothing()])
         if not known:
             found.fill_(torch.nan)
-        self._pending = _Pending(found, dist.all_reduce(found, group=group, async_op=True))
+        self._pending = (found, dist.all_reduce(found, group=group, async_op=True))
 
     def _nothing(self) -> Tensor:
         """Return the NaN behind a pass's squares, which stands for parameters without a square."""
