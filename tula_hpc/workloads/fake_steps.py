@@ -95,13 +95,7 @@ class AllocationTracker(TorchDispatchMode):
                 made.pop(number, None)
         return Peak(highest, tuple(made.values()))
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and count the tensors that it returns."""
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
@@ -325,13 +319,7 @@ class _WithoutMemory(TorchFunctionMode):
     `torch.device("meta")` would also put arithmetic there that needs values.
     """
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
         if in_place and args and isinstance(args[0], Tensor) and args[0].is_meta:
@@ -344,13 +332,7 @@ class _WithoutMemory(TorchFunctionMode):
 class _FusedDropout(TorchFunctionMode):
     """CUDA's dropout, which keeps a mask of one byte per element; a CPU's has the input's type."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         bound = kwargs or {}
         if func is dropout and bound.get("training") and not bound.get("inplace"):
             return torch.native_dropout(args[0], bound.get("p", 0.5), train=True)[0]
