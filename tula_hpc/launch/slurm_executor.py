@@ -364,12 +364,8 @@ def submit_once(script: Path, name: str) -> str:
         LaunchError: The scheduler did not answer for minutes; it may have accepted the job or not.
     """
     options = options_of(script.read_text())
-    words, ends = "", time.monotonic() + LONGEST_WAIT_S
-    for attempt, pause_s in enumerate(PAUSES_S):
-        if time.monotonic() >= ends:
-            break
-        if attempt and (found := submissions_named(name)):
-            return _only(found[0], name, attempts=attempt)
+    ends = time.monotonic() + LONGEST_WAIT_S
+    for attempt, pause_s in enumerate(PAUSES_S, start=1):
         try:
             with outside_of_job(options):
                 done = run(["sbatch", str(script)], SUBMIT_S)
@@ -378,19 +374,21 @@ def submit_once(script: Path, name: str) -> str:
         except LaunchError as error:
             done = Done(-1, "", str(error))
         if done.code == 0:
-            return _only(_accepted(done.stdout, name), name, attempts=attempt + 1)
+            return _only(_accepted(done.stdout, name), name, attempts=attempt)
         words = _PREFIX.sub("", _last_line(done.complaint))
         # if sbatch was killed, the scheduler has not refused anything
         refusal = _refusal(done.complaint) if done.code > 0 else None
         if refusal is not None:
             # perhaps this is a second job, refused because the first was accepted late
-            if attempt and (found := submissions_named(name)):
-                return _only(found[0], name, attempts=attempt)
+            if attempt > 1 and (found := submissions_named(name)):
+                return _only(found[0], name, attempts=attempt - 1)
             raise refusal(f"{NO[refusal]}: {_explained(words, done.complaint)}")
         sys.stderr.write(f"sbatch: {words}; looking for the job, then trying again\n")
         time.sleep(pause_s)
-    if found := submissions_named(name):
-        return _only(found[0], name, attempts=attempt)
+        if found := submissions_named(name):
+            return _only(found[0], name, attempts=attempt)
+        if time.monotonic() >= ends:
+            break
     silence = slurm.unreached(LaunchError(f"sbatch: {words}"))
     raise LaunchError(f"the Slurm controller accepts no job; {silence}; try again later")
 
