@@ -91,21 +91,14 @@ def pulled_in(rounds: Sequence[float]) -> list[float]:
     return [min(max(seconds, low), high) for seconds in rounds]
 
 
-class Halves(NamedTuple):
-    """Means of the first and of the second half of the rounds, seconds."""
+def halves_of(rounds: Sequence[float]) -> tuple[float, float, float] | None:
+    """Return the mean seconds of both halves of the rounds, and their scatter; None below six.
 
-    first_s: float
-    second_s: float
-    # difference that is exceeded in less than one of 20 measurements whose rounds only scatter
-    scatter_s: float
-
-
-def halves_of(rounds: Sequence[float]) -> Halves | None:
-    """Return both halves of the rounds, to tell a drift from scatter; None for fewer than six.
-
-    The round in the middle of an odd number is in neither. For m rounds in each half, whose
-    deviation s around the half's own mean is pooled, Student's test asks for a difference of
-    `t(2m−2) · s · √(2/m)`. Rounds are pulled in as in `mean_interval`, and s is widened likewise.
+    The scatter is the difference that is exceeded in less than one of 20 measurements whose rounds
+    only scatter. The round in the middle of an odd number is in neither half. For m rounds in each
+    half, whose deviation s around the half's own mean is pooled, Student's test asks for a
+    difference of `t(2m−2) · s · √(2/m)`. Rounds are pulled in as in `mean_interval`, and s is
+    widened likewise.
     """
     count = len(rounds)
     if count < LEAST_HALVED:
@@ -115,7 +108,7 @@ def halves_of(rounds: Sequence[float]) -> Halves | None:
     first, second = known[:half], known[-half:]
     pooled = math.sqrt((statistics.variance(first) + statistics.variance(second)) / 2)
     scatter = _student_t(2 * half - 2) * (count - 1) / (count - 3) * pooled * math.sqrt(2 / half)
-    return Halves(statistics.fmean(first), statistics.fmean(second), scatter)
+    return statistics.fmean(first), statistics.fmean(second), scatter
 
 
 def _student_t(degrees: int) -> float:
