@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -61,7 +60,7 @@ def own_mistake(error: Exception, spec: WorkloadSpec) -> InputError | None:
 
 def _key_of(error: Exception) -> str:
     """Return the key that names the function that raised; "" if that is not the user's."""
-    codes = [frame.f_code for frame in _frames(error)]
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     for code in codes:
         if code in CALLS:
             return CALLS[code]
@@ -74,13 +73,6 @@ def _key_of(error: Exception) -> str:
 
 def _calls(error: Exception) -> Iterator[tuple[Any, Any]]:
     """Yield the outputs and targets with which the user's loss or metric was called."""
-    for frame in _frames(error):
+    for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code in CALLS:
             yield frame.f_locals["outputs"], frame.f_locals["targets"]
-
-
-def _frames(error: Exception) -> Iterator[FrameType]:
-    trace = error.__traceback__
-    while trace is not None:
-        yield trace.tb_frame
-        trace = trace.tb_next
