@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
@@ -248,9 +248,5 @@ def open_rgb(path: Path) -> Image.Image:
 
 def to_square(image: Image.Image, edge: int) -> Bytes:
     """Resize the short edge to `edge` and cut out the centre; (3, edge, edge)."""
-    if image.size != (edge, edge):
-        short = min(image.size)
-        left, top = ((length - short) / 2 for length in image.size)
-        box = (left, top, left + short, top + short)
-        image = image.resize((edge, edge), Image.Resampling.BILINEAR, box=box)
-    return np.asarray(image).transpose(2, 0, 1)
+    fitted = ImageOps.fit(image, (edge, edge), Image.Resampling.BILINEAR)
+    return np.asarray(fitted).transpose(2, 0, 1)
