@@ -20,6 +20,7 @@ from typing import IO, NamedTuple
 
 from tula_hpc.env import slurm_conf, without_filters
 from tula_hpc.errors import LaunchError, NotConfiguredError, NotStartedError
+from tula_hpc.formatting import first_line
 
 COMMAND_TIMEOUT_S = 60.0
 # seconds until the user is told that a command still waits for its controller
@@ -162,8 +163,7 @@ def _read(process: subprocess.Popen[bytes], name: str, timeout_s: float) -> tupl
 
 def no_answer(name: str, printed: str) -> LaunchError:
     """Make the error for output that does not hold the answer."""
-    lines = printed.split("\n")
-    first = next((line.strip() for line in lines if line.strip()), "")
+    first = first_line(printed).strip()
     if not first:
         return LaunchError(f"{name} answered nothing")
     return LaunchError(f"{name} gave no answer, but {first[:MOST_SHOWN]!r}")
