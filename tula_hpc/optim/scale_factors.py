@@ -256,16 +256,6 @@ def check_numbers(
     require(scale_warmup >= 0, f"scale_warmup: expected a number of steps, got {scale_warmup}")
 
 
-class _Small(NamedTuple):
-    """Norms of small gradients for the next step."""
-
-    # (n,), float64
-    squares: Tensor
-    batch: float
-    # (n,), float64; None: the step computes them
-    large: Tensor | None
-
-
 class Estimates:
     """Estimation of the factors and of the noise scale from pairs of gradients or norms."""
 
@@ -274,7 +264,9 @@ class Estimates:
         # batch that factors from norms refer to, in samples
         self.reference: float = batches.small
         self.noise = NoiseScale()
-        self._small: _Small | None = None
+        # for the next step: squared norms of small gradients, (n,) in float64, their batch, and
+        # those of the large gradient; None: the step computes the latter
+        self._small: tuple[Tensor, float, Tensor | None] | None = None
 
     def from_gradients(
         self,
@@ -326,7 +318,7 @@ class Estimates:
             require(right, f"{name}: expected one number for each of {len(parameters)} parameters")
         place = parameters[0].device
         large = None if large is None else large.detach().to(place, torch.float64)
-        self._small = _Small(small.detach().to(place, torch.float64), batch, large)
+        self._small = (small.detach().to(place, torch.float64), batch, large)
 
     def forget(self) -> None:
         """Drop the norms of `expect`."""
