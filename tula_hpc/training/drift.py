@@ -73,23 +73,15 @@ def begin_drift_watch(job: TrainJob, env: WorkerEnvironment) -> DriftStart:
         mine = _read(job)
     if env.world_size == 1:
         return mine
-    values = torch.tensor(
-        _as_numbers(mine), dtype=torch.float64, device=pick_device(job.cluster, env.local_rank)
-    )
-    dist.broadcast(values, src=0)
-    return _from_numbers(values.tolist())
-
-
-def _as_numbers(start: DriftStart) -> list[float]:
     # NaN stands for no prediction
-    prediction = start.prediction or Interval(math.nan, math.nan, math.nan)
-    return [*prediction, float(start.side), start.update_time_s]
-
-
-def _from_numbers(numbers: list[float]) -> DriftStart:
-    *interval, side, update_s = numbers
-    prediction = None if math.isnan(interval[0]) else Interval(*interval)
-    return DriftStart(prediction, int(side), update_s)
+    prediction = mine.prediction or Interval(math.nan, math.nan, math.nan)
+    numbers = [*prediction, float(mine.side), mine.update_time_s]
+    device = pick_device(job.cluster, env.local_rank)
+    values = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.broadcast(values, src=0)
+    *interval, side, update_s = values.tolist()
+    known = None if math.isnan(interval[0]) else Interval(*interval)
+    return DriftStart(known, int(side), update_s)
 
 
 def _read(job: TrainJob) -> DriftStart:
