@@ -155,23 +155,17 @@ def _refuse_other_data(spec: WorkloadSpec, data: Data) -> None:
     """Refuse data sets whose samples change from call to call: each worker makes its own."""
     again = build_data(spec, TRIED_BEFORE)
     found = [f"{samples_of(each.train)} and {samples_of(each.test)}" for each in (data, again)]
+    remedy = "all workers have to get the same: split with a generator of a fixed seed"
     if found[0] != found[1]:
-        message = (
-            f"{spec.dataset} returns {found[0]} training and test samples, and {found[1]} when it is "
-            "called again; all workers have to get the same: split with a generator of a fixed seed"
-        )
+        returned = f"{found[0]} training and test samples, and {found[1]} when it is called again"
+        message = f"{spec.dataset} returns {returned}; {remedy}"
         raise InputError(message, key="workload.dataset")
-
-    for which, first, second in (
-        ("training", data.train, again.train),
-        ("test", data.test, again.test),
-    ):
+    pairs = (("training", data.train, again.train), ("test", data.test, again.test))
+    for which, first, second in pairs:
         for position in spread(samples_of(first), TRIED_BEFORE):
             if _is_another(first, second, position):
-                message = (
-                    f"{spec.dataset} returns another {which} item {position} when it is called "
-                    "again; all workers have to get the same: split with a generator of a fixed seed"
-                )
+                returned = f"another {which} item {position} when it is called again"
+                message = f"{spec.dataset} returns {returned}; {remedy}"
                 raise InputError(message, key="workload.dataset")
 
 
