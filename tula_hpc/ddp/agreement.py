@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
@@ -150,15 +151,8 @@ def until_stopped(batches: Iterable[T], most: int, agreement: Agreement) -> Iter
     Raises:
         EvaluationStopped: On every worker.
     """
-    looks = 0
-    for batch in batches:
-        _look(agreement)
-        looks += 1
-        yield batch
-    for _ in range(looks, most):
-        _look(agreement)
-
-
-def _look(agreement: Agreement) -> None:
-    if agreement.decide().stop:
-        raise EvaluationStopped
+    mine = iter(batches)
+    for _ in range(most):
+        if agreement.decide().stop:
+            raise EvaluationStopped
+        yield from itertools.islice(mine, 1)
