@@ -81,11 +81,11 @@ def train_stage(sweep: Sweep, plan: Plan) -> TrainResult:
     with stage_progress("training") as progress:
         tick = training_tick(sweep, progress)
         while not files.result_file.exists():
-            jobs = sweep.run.history().unsettled("train")
+            unsettled = sweep.run.history().unsettled("train")
+            jobs = [job for job in unsettled if job.label == MAIN_LABEL]
             for job in jobs:
-                if job.label == MAIN_LABEL:
-                    _see_to(sweep, job, policy, tick)
-            if not any(job.label == MAIN_LABEL for job in jobs):
+                _see_to(sweep, job, policy, tick)
+            if not jobs:
                 candidate = next_candidate(plan, sweep.run, sweep.spec.training.max_fallbacks)
                 _submit_training(sweep, candidate, tick)
         note_unseen_ends(sweep.run, [MAIN_LABEL])
@@ -371,21 +371,17 @@ def _submit_training(sweep: Sweep, candidate: Candidate, tick: Callable[[JobsNow
     data["partition"] = candidate.partition
     if spec.workload.accumulates:
         data["accumulation"] = candidate.accumulation
-    if _was_moved(sweep.run, files):
-        data["anew"] = True
-    elif sweep.run.history().has_left_files(MAIN_LABEL) and files.newest_checkpoint is None:
-        sys.stderr.write(f"warning: {_gone(sweep)}; the training begins from the start\n")
+    if sweep.run.history().has_left_files(MAIN_LABEL):
+        if not any(path.is_file() for path in files.root.rglob("*")):
+            # all files that the training has left were moved away
+            data["anew"] = True
+        elif files.newest_checkpoint is None:
+            sys.stderr.write(f"warning: {_gone(sweep)}; the training begins from the start\n")
     minutes = part.cluster.train_minutes
     submitted = part.launcher.submit(
         [job], stage="train", nodes=candidate.nodes, minutes=minutes, data=[data]
     )
     tick(JobsNow(0, f"submitted as job {submitted[0].job_id} at {at}{candidate.in_parts}"))
-
-
-def _was_moved(run: RunDirectory, files: TrainDirectory) -> bool:
-    """Tell whether all files that a training has left are gone."""
-    has_left = run.history().has_left_files(MAIN_LABEL)
-    return has_left and not any(path.is_file() for path in files.root.rglob("*"))
 
 
 def training_tick(sweep: Sweep, progress: StageProgress) -> Callable[[JobsNow], None]:
