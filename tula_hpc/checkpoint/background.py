@@ -188,8 +188,7 @@ class Saving:
     def settle(self, *, measured: bool = True) -> None:
         """Wait until the write that was begun is on disk. Collective.
 
-        Args:
-            measured: Whether training went on during the write, whose cost can then be measured.
+        If `measured`, training went on during the write, and its cost is counted.
 
         Raises:
             CheckpointError: The checkpoint could not be saved, or the training's folder is gone;

@@ -100,10 +100,8 @@ class CheckpointStore:
         When this returns, the checkpoint survives a power failure. When it raises, the older
         checkpoints are still there, and no half-written one is.
 
-        Args:
-            state: Tensors, numbers, strings and None, in lists, tuples and dicts.
-            samples_seen: Samples trained on since the start; names the file.
-            restart_count: Requeues of the job before this process started.
+        `state` holds tensors, numbers, strings and None, in lists, tuples and dicts. The job was
+        requeued `restart_count` times before this process started.
 
         Raises:
             CheckpointError: The state holds something that could not be loaded again, a later
@@ -137,8 +135,7 @@ class CheckpointStore:
     ) -> LoadedCheckpoint | None:
         """Load the newest usable checkpoint; None if there is no file at all.
 
-        Args:
-            check: Function that raises a CheckpointError if a loaded state cannot be used.
+        `check` raises a CheckpointError if a loaded state cannot be used.
 
         Raises:
             CheckpointError: There are files, but none can be used. Starting from the beginning

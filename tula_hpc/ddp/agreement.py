@@ -108,11 +108,9 @@ class Agreement:
     ) -> Decision:
         """Decide after a step. Collective.
 
-        Args:
-            values: Returns further numbers to exchange, the same count on every worker; called only
-                at an agreement.
-            asks: Whether a stop request takes effect after this step. If not, the workers agree
-                again after the next step.
+        `values` returns further numbers to exchange, the same count on every worker; it is called
+        only at an agreement. If not `asks`, a stop request does not take effect after this step,
+        and the workers agree again after the next.
         """
         self.steps += 1
         since = self.steps - self.agreed_steps

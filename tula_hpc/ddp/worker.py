@@ -292,11 +292,9 @@ class Worker:
         return self.averager.local
 
     def set_position(self, start: float, end: float) -> None:
-        """Set which data the next step sees. Collective.
+        """Set how many epochs are seen before and after the next step, as fractions. Collective.
 
-        Args:
-            start: Epochs seen before the step, fractional.
-            end: Epochs seen after it; whole after the last step of an epoch.
+        After the last step of an epoch the number is whole.
         """
         if self.norms.are_given:
             self.observer.set_reference(self.reference.after(start))

@@ -130,13 +130,9 @@ class NoiseScale:
     ) -> None:
         """Add squared norms of each parameter's gradients; a parameter that lacks one is left out.
 
-        Args:
-            small: (n,) |g_b|², NaN where there is none.
-            large: (n,) |g_B|², likewise.
-            total: ‖g_B‖² of all of them, 0-dim; the pair is passed over where it is not finite, as
-                after an overflow.
-            batches: b and B.
-            factor: Factor of both squared norms, 0-dim or a number.
+        `small` and `large` are |g_b|² and |g_B|², (n,), NaN where there is none, at `batches`, b
+        and B, and both are multiplied by `factor`. The pair is passed over where `total`, ‖g_B‖² of
+        all of them, is not finite, as after an overflow.
         """
         known = ~(small.isnan() | large.isnan())
         small_sum = torch.where(known, small, 0.0).sum() * factor

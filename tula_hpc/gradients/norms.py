@@ -12,13 +12,8 @@ def foreach_norms(gradients: Sequence[Tensor]) -> dict[int, Tensor]:
     """Return ‖g‖ of each gradient, with one call for each device and type.
 
     Half-precision gradients are accumulated in float32: float16 would overflow at a norm of 65504.
-
-    Args:
-        gradients: Dense tensors of any shapes, devices and floating-point types.
-
-    Returns:
-        0-dim tensors by the gradient's index, float32 or float64, on its device. They come device
-        by device and type by type, so that their sum is always added up in the same order.
+    The norms are 0-dim, by the dense gradient's index, on its device. They come device by device
+    and type by type, so that their sum is always added up in the same order.
     """
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, gradient in enumerate(gradients):

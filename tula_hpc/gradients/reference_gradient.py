@@ -30,16 +30,11 @@ def reference_gradient(
     statistics) and the random number generators of the CPU and of the parameters' devices are bit
     for bit as before. The model is used in the mode (train or eval) that it is in.
 
-    Args:
-        model: The plain module, `ddp.module` rather than the DistributedDataParallel around it.
-        loss: Called as `loss(output, targets)`; a mean over the batch.
-        inputs: This worker's samples. All workers have equally many, as in DDP: the average over
-            workers is then the gradient over all samples.
-        targets: This worker's targets.
-        parameters: Parameters in the optimizer's order.
-        autocast: Context for forward pass and loss.
-        loss_scale: The loss is multiplied, the gradient divided by it, so that small float16
-            gradients do not vanish.
+    `model` is the plain module, `ddp.module` rather than the DistributedDataParallel around it, and
+    `loss(output, targets)` a mean over the batch. All workers have equally many samples, as in DDP:
+    the average over workers is then the gradient over all samples. Forward pass and loss run within
+    `autocast`. The loss is multiplied, the gradient divided by `loss_scale`, so that small float16
+    gradients do not vanish.
 
     Returns:
         A gradient of each parameter's shape and type, in order. None where the parameter is frozen,

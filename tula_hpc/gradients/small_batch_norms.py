@@ -349,14 +349,8 @@ class PartNorms:
     def squares(self, loss_scale: Tensor | float = 1.0) -> tuple[Tensor, float]:
         """Return the weighted mean squared norm of each parameter's gradient, and its batch, n/K.
 
-        Call it before gradients are set to None. It does not wait for the device.
-
-        Args:
-            loss_scale: Factor of the loss; the squares are divided by its square, on the device.
-
-        Returns:
-            (n,), float64, in parameter order; NaN where a parameter has no gradient, or where a
-            micro-batch's is not finite or came in pieces; and samples.
+        As for `LocalNorms.squares`, but without a wait for the device. A gradient that came in
+        pieces has no norm either.
 
         Raises:
             RuntimeError: No batch was divided since the last call.

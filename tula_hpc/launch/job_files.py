@@ -106,9 +106,7 @@ class Limits(NamedTuple):
     def pause_s(self, waited_s: float, *, missed: bool) -> float:
         """Return the pause before the next look: long waits ask less often.
 
-        Args:
-            waited_s: Seconds of waiting so far.
-            missed: Whether a job was missing at the last look: a few more decide if it is over.
+        If a job was missing at the last look, a few more decide whether it is over.
         """
         if missed:
             return min(self.poll_s, MISSED_PAUSE_S)

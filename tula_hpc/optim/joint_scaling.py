@@ -25,11 +25,7 @@ class JointScaling(TulaOptimizer):
 
     The caller steps all of them: `before_step` and `after_step` are for the base, `before_partner`
     and `after_partner` for each partner. The parameters of a new partner come behind those that are
-    known, and have no factor before the next step.
-
-    Args:
-        base: The optimizer that steps first.
-        options: Those of `TulaOptimizer`; `apply` is for the base only.
+    known, and have no factor before the next step. The option `apply` is for the base only.
     """
 
     def __init__(self, base: Optimizer, **options: Any) -> None:

@@ -82,11 +82,8 @@ class StepObserver(GradientObserver):
 
     It never waits for the device, except for a fused optimizer under GradScaler, which lets the
     optimizer skip steps itself. It observes neither skipped steps, nor steps while `idle`, nor
-    steps with a sparse or complex gradient.
-
-    Args:
-        optimizer: Its `step` must call torch's hooks.
-        large_batch: Samples, over all workers, that a gradient averages over.
+    steps with a sparse or complex gradient. The optimizer's `step` must call torch's hooks; a
+    gradient averages over `large_batch` samples of all workers.
     """
 
     def __init__(self, optimizer: Optimizer, large_batch: int) -> None:

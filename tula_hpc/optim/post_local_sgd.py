@@ -105,9 +105,7 @@ class PostLocalSGD(PostLocalSGDOptimizer):
       old ones, and setting a learning rate there would have no effect.
     - A local gradient is dropped before the average, whose buffer takes its place in memory.
 
-    Args:
-        optim: The base; its state stays each worker's own.
-        averager: Decides when to average.
+    The state of the base, `optim`, stays each worker's own.
     """
 
     averager: EpochAverager
