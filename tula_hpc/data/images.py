@@ -12,6 +12,7 @@ the process.
 
 from __future__ import annotations
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -213,14 +214,10 @@ class PixelDataset(ImageDataset):
 
     def take(self, indices: Indices) -> PixelDataset:
         """Return the data set of these samples only."""
-        return PixelDataset(
-            self.source,
-            self.positions[indices],
-            self.labels[indices],
-            scaling=self.preprocessing.scaling,
-            image_size=self.preprocessing.image_size,
-            jitter=self.jitter,
-        )
+        taken = copy.copy(self)
+        taken.positions = self.positions[indices]
+        taken.labels = self.labels[indices]
+        return taken
 
 
 def open_rgb(path: Path) -> Image.Image:
