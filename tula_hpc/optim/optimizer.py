@@ -168,7 +168,7 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         self._squares: Tensor | None = None
         self.steps = self._steps_since_update = self._steps_since_statistics = 0
         self._looked_for_factors = False
-        # between `before_step` and `after_step`: gradients, and parameters before the step
+        # between `_prepare` and `_finish`: gradients, and parameters before the step
         self._unfinished: tuple[Look | None, dict[Tensor, Tensor]] = (None, {})
 
     @property
@@ -223,8 +223,15 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         Raises:
             TypeError: A gradient is sparse or complex. Nothing has been changed.
         """
-        step = self._step_on_gradients if self.apply == "gradient" else self._step_and_scale
-        loss = step(closure)
+        loss = None
+        if closure is not None:
+            loss = self._step_with(closure)
+        else:
+            look = self._look()
+            if not self._step_in_pieces(look):
+                self._prepare(look)
+                self.base.step()
+                self._finish()
         self._count_step()
         return loss
 
@@ -234,19 +241,12 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
 
         Both calls together equal `step`, to the bit, with the same errors.
         """
-        look = self._look()
-        if self.apply == "gradient":
-            self._scale_gradients(look)
-        else:
-            self._unfinished = look, self._copies(list(look.gradients) if look else [])
+        self._prepare(self._look())
 
     @untraced
     def after_step(self) -> None:
         """Scale the base's update with apply="update", and count the step."""
-        if self.apply == "update":
-            look, before = self._unfinished
-            self._unfinished = (None, {})
-            self._scale_update(look, before)
+        self._finish()
         self._count_step()
 
     def _count_step(self) -> None:
@@ -453,50 +453,47 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
             # up to the caller of `step`, past the frames that `untraced` adds
             warnings.warn(f"after {self.steps} steps {message}", stacklevel=7)
 
-    def _step_on_gradients(self, closure: Callable[[], float] | None) -> float | None:
-        if closure is None:
-            self._scale_and_step()
-            return None
-
-        def evaluate() -> float:
-            loss = closure()
-            self._scale_gradients(self._look())
-            return loss
-
-        return self.base.step(evaluate)
-
-    def _step_and_scale(self, closure: Callable[[], float] | None) -> float | None:
-        """Take the base's step, then scale each parameter's update; see `move_where`."""
-        if closure is None:
-            look = self._look()
-            before = self._copies(list(look.gradients) if look else [])
-            self.base.step()
-            self._scale_update(look, before)
-            return None
+    def _step_with(self, closure: Callable[[], float]) -> float:
         looks: list[Look | None] = []
 
         def evaluate() -> float:
             loss = closure()
-            looks.append(self._look())
+            look = self._look()
+            if self.apply == "gradient":
+                self._scale_gradients(look)
+            else:
+                looks[:] = [look]
             return loss
 
-        before = self._copies(self.parameters(), factors_to_come=True)
+        before: dict[Tensor, Tensor] = {}
+        if self.apply == "update":
+            before = self._copies(self.parameters(), factors_to_come=True)
         found: float = self.base.step(evaluate)
-        self._scale_update(looks[-1] if looks else None, before)
+        self._scale_update(looks[0] if looks else None, before)
         return found
 
-    def _scale_and_step(self) -> None:
-        look = self._look()
-        if (
-            look is not None
-            and fits(self.base, look.gradients)
-            and any(self._scale.factor(parameter) is not None for parameter in look.gradients)
-        ):
-            with torch.no_grad():
-                scale_and_step(self.base, look.share, look.gradients, self._factors(look))
-        else:
+    def _step_in_pieces(self, look: Look | None) -> bool:
+        """Scale gradients and step the base at once; return False if that is not possible."""
+        if look is None or self.apply == "update" or not fits(self.base, look.gradients):
+            return False
+        factors = self._factors(look)
+        if all(factor is None for factor in factors.values()):
+            return False
+        with torch.no_grad():
+            scale_and_step(self.base, look.share, look.gradients, factors)
+        return True
+
+    def _prepare(self, look: Look | None) -> None:
+        """Scale the gradients, or copy the parameters whose update `_finish` will scale."""
+        if self.apply == "gradient":
             self._scale_gradients(look)
-            self.base.step()
+        else:
+            self._unfinished = look, self._copies(list(look.gradients) if look else [])
+
+    def _finish(self) -> None:
+        look, before = self._unfinished
+        self._unfinished = (None, {})
+        self._scale_update(look, before)
 
     def _scale_gradients(self, look: Look | None) -> None:
         if look is not None:
