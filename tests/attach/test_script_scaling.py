@@ -18,6 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 from tests.forked import start_workers
 from tula_hpc.attach.hooks.passes import Listener
 from tula_hpc.attach.hooks.step_hooks import Hooks
+from tula_hpc.attach.train.peers import ScriptPeers
 from tula_hpc.attach.train.script_scaling import ScriptScaling, copies_parameters
 from tula_hpc.batches import tensors_of
 from tula_hpc.config import SweepSpec, TrainingSpec
@@ -456,3 +457,16 @@ def grows(rank: int, folder: Path) -> None:
 
 def test_a_script_may_give_its_optimizer_more_parameters(tmp_path: Path) -> None:
     start_workers(WORKERS, grows, tmp_path)
+
+
+def agree_on_no_device(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=WORKERS)
+    torch.set_default_device("meta")
+    peers = ScriptPeers(WORKERS)
+    assert peers.agree(float(rank)) == [1.0]
+    assert peers.texts(str(rank)) == ["0", "1"]
+
+
+def test_workers_agree_wherever_a_script_makes_its_tensors_by_default(tmp_path: Path) -> None:
+    """Most such scripts use a GPU; this one uses a device that holds no numbers."""
+    start_workers(WORKERS, agree_on_no_device, tmp_path)

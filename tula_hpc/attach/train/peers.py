@@ -58,7 +58,8 @@ class ScriptPeers:
     def _reduced(self, values: Sequence[float], operation: Any) -> list[float]:
         if self._group is None:
             return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64)
+        # not where the script makes its tensors by default, which may be a GPU
+        tensor = torch.tensor(values, dtype=torch.float64, device="cpu")
         dist.all_reduce(tensor, op=operation, group=self._group)
         return list(map(float, tensor.tolist()))
 
@@ -68,7 +69,7 @@ class ScriptPeers:
             return [mine]
         own = mine.encode()
         (longest,) = self.agree(float(len(own)))
-        padded = torch.zeros(8 + int(longest), dtype=torch.uint8)
+        padded = torch.zeros(8 + int(longest), dtype=torch.uint8, device="cpu")
         content = len(own).to_bytes(8, "little") + own
         padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         all_of_them = [torch.empty_like(padded) for _ in range(self.count)]
