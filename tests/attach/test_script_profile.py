@@ -21,6 +21,7 @@ from tula_hpc.attach.measured_steps import MeasuredSteps, _synchronize_again
 from tula_hpc.attach.processes import ProcessEnd
 from tula_hpc.attach.reporting import ChildSpec
 from tula_hpc.attach.script import Script, batch_share, typical_batch
+from tula_hpc.attach.script_course import captured
 from tula_hpc.attach.train.first_pass import rehearse_first_pass
 from tula_hpc.config import TrainingSpec
 from tula_hpc.env import WorkerEnvironment
@@ -93,6 +94,16 @@ def test_a_script_that_pauses_now_and_then_is_charged_for_it_in_every_epoch(tmp_
     assert measured.times is not None
     assert measured.times.step_time_s < 0.5 / 40
     assert measured.between_epochs_s == pytest.approx(6 * 0.5, rel=0.2)
+
+
+def test_gradients_of_complex_weights_are_captured_whole() -> None:
+    """A Fourier neural operator has such weights."""
+    weight = nn.Parameter(torch.tensor([1 + 2j, 3 + 4j]))
+    with captured([weight]) as found:
+        torch.autograd.backward(weight.abs().square().sum())
+    assert found[0] is not None
+    assert weight.grad is not None
+    assert found[0].tolist() == weight.grad.tolist() == [2 + 4j, 6 + 8j]
 
 
 def test_separate_passes_at_every_step_do_not_belong_to_an_epochs_end(tmp_path: Path) -> None:

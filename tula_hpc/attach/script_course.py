@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from tula_hpc.gradients.reference_gradient import flatten
@@ -142,7 +143,8 @@ def captured(parameters: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
 
     def note(index: int, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            found[index] = parameter.grad.detach().float().clone()
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            found[index] = parameter.grad.detach().to(dtype, copy=True)
 
     for index, parameter in enumerate(parameters):
         hook = partial(note, index)
