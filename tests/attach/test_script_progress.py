@@ -239,6 +239,20 @@ def test_a_shorter_batch_is_the_last_of_its_epoch(tmp_path: Path, clock: Clock) 
     assert [(row.epoch, row.step, row.samples_seen) for row in rows] == [(1, 3, 24), (2, 7, 29 + 24)]
 
 
+def test_short_batches_within_a_pass_shift_no_later_epoch(tmp_path: Path, clock: Clock) -> None:
+    """A sampler of buckets gives out a short batch for each of them, in any order."""
+    watched = WatchedTraining(tmp_path, clock, samples=22)
+    for sizes in ([8, 8, 2, 2, 2], [8, 2, 2, 2, 8], [8, 8, 2, 2, 2]):
+        buckets = [list(range(size)) for size in sizes]
+        batches = iter(DataLoader(TensorDataset(torch.zeros(22)), batch_sampler=buckets))
+        watched.training.loading_begins(batches)
+        for size in sizes:
+            watched.training.hooks.next_batch(batches, torch.zeros(size))
+            watched.step(size)
+    rows = watched.metrics().epochs
+    assert [(row.step, row.samples_seen) for row in rows] == [(2, 16), (10, 44), (12, 60)]
+
+
 def test_a_step_over_the_end_of_a_pass_belongs_to_both_epochs(tmp_path: Path, clock: Clock) -> None:
     """Such a script takes two batches for a step, from a loader that starts again and again."""
     watched = WatchedTraining(tmp_path, clock, samples=18)

@@ -69,12 +69,26 @@ class ScriptProgress(Progress):
     loops: list[int] = field(default_factory=list)
     # scores of this epoch, or of the last one, that no line of the metrics has yet
     reported: dict[str, float] = field(default_factory=dict)
+    # samples seen when the loader began its present pass; None: unknown
+    pass_began: int | None = None
 
     def begin_epoch(self) -> None:
         """See `Progress`."""
         super().begin_epoch()
         self.calls = 0
         self.batches = 0
+
+    def begin_pass(self, carried: int, samples: int, batch: int) -> None:
+        """Note that the loader has begun another pass, of which `carried` samples were seen.
+
+        If the pass before was an epoch of `samples`, give or take a batch, all of it belongs to
+        that epoch: a sampler may give out several short batches, which need not be the last ones.
+        """
+        began = self.samples_seen - carried
+        before = self.pass_began
+        if self.epoch and before is not None and abs(began - before - samples) < batch:
+            self.offset = carried
+        self.pass_began = began
 
 
 @dataclass

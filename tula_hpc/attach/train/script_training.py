@@ -168,13 +168,8 @@ class ScriptTraining(Mode):
 
     def end_message(self, end: Literal["stopped", "exited"], code: int = 0) -> ProcessMessage:
         """Return the message with which this process ends."""
-        facts = {
-            **asdict(self.progress),
-            "end": end,
-            "code": code,
-            "is_kept": self.is_kept,
-            "further_steps": self.hooks.further_steps,
-        }
+        facts = {**asdict(self.progress), "end": end, "code": code, "is_kept": self.is_kept}
+        facts["further_steps"] = self.hooks.further_steps
         so_far = TrainedSoFar.model_validate(facts)
         return ProcessMessage(state="done", steps=self.steps, result=so_far.model_dump())
 
@@ -319,6 +314,8 @@ class ScriptTraining(Mode):
         if loader_pass is not None and loader_pass is not self._epoch_by:
             self._epoch_by = loader_pass
             self._epoch = loader_pass.epoch(self.settings.samples, self._least, self._workers)
+            if loader_pass.given_out is None and not (self.is_kept or self.settings.counts_steps):
+                self.progress.begin_pass(self._carried, self.settings.samples, self._whole)
         progress = self.progress
         samples = self._samples * self._workers or self._whole
         backward = self.hooks.backward.count
