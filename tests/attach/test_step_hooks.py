@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -657,6 +658,18 @@ def with_a_batch_ahead_of_the_first_step(by_closure: bool, kind: type[nn.Linear]
         optimizer.step()
 
 
+def with_a_thread_that_loads() -> None:
+    """Load in a thread, as prefetch_generator does: its waits are not those of the training."""
+    model, optimizer = known()
+    loaded: list[Any] = []
+    thread = Thread(target=lambda: loaded.extend(DataLoader(TensorDataset(torch.randn(9, 4)), 3)))
+    thread.start()
+    thread.join()
+    for (inputs,) in loaded:
+        torch.autograd.backward(model(inputs).sum())
+        optimizer.step()
+
+
 def with_a_loader_for_evaluations_alone() -> None:
     """Use a loader for evaluations only, in a worker that gets its batches from another one."""
     model, optimizer = known()
@@ -954,6 +967,7 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
         lambda: with_a_batch_ahead_of_the_first_step(by_closure=True),
         "begin batch batch forward 3 ready step, batch forward 3 ready step, forward 3 ready step",
     ),
+    "with a thread that loads": (with_a_thread_that_loads, "ready step, begin" + 3 * " forward 3 ready step,"),
     "with a loader for evaluations alone": (
         with_a_loader_for_evaluations_alone,
         "ready step," + 2 * " begin batch evaluation forward 3 ready step,",

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial, wraps
+from threading import get_ident
 from typing import Any
 
 from torch import nn
@@ -123,15 +124,25 @@ def after_closure(args: tuple[Any, ...], kwargs: Any, then: Callable[[int], None
 
 
 def around_next(note: Callable[[object, object], None], listener: Any) -> None:
-    """Note each batch of torch's loaders, and report the wait for it to a `Listener`."""
+    """Note each batch of torch's loaders, and report the wait for it to a `Listener`.
+
+    A thread that loads ahead of the script's steps, as prefetch_generator's does, waits for batches
+    while the script computes: its waits are not the training's, which has waits of its own.
+    """
     kind = dataloader._BaseDataLoaderIter
     original = kind.__next__
     clock = time.perf_counter
     wanted = listener.batch_wanted
     loaded = listener.batch_loaded
+    of_script = get_ident()
 
     @wraps(original)
     def following(self: Any) -> Any:
+        # no call of the listener, which is at work in the script's own thread
+        if get_ident() != of_script:
+            batch = original(self)
+            note(self, batch)
+            return batch
         wanted()
         started = clock()
         batch = original(self)
