@@ -190,13 +190,20 @@ def test_a_module_whose_source_cannot_be_read_gets_its_sweep_file(
 
 
 @pytest.mark.parametrize(
-    ("name", "line", "is_advised"),
-    [("train.py", "assert world_size > 1", True), ("world_size_utils.py", "raise KeyError", False)],
+    ("name", "lines", "is_advised"),
+    [
+        ("train.py", "world_size = 1\nassert world_size > 1", True),
+        # as in MoCo's
+        ("train.py", 'raise NotImplementedError("Only DistributedDataParallel is supported.")', True),
+        ("train.py", "import torch.distributed\ntorch.distributed.get_rank()", True),
+        ("world_size_utils.py", "raise KeyError", False),
+        ("train.py", "import torch.distributed.no_such", False),
+    ],
 )
 def test_a_script_for_several_workers_is_recognized_by_its_code(
-    tmp_path: Path, name: str, line: str, is_advised: bool
+    tmp_path: Path, name: str, lines: str, is_advised: bool
 ) -> None:
-    (tmp_path / name).write_text(f"world_size = 1\n{line}\n")
+    (tmp_path / name).write_text(f"{lines}\n")
     done = look(tmp_path, name)
     assert done.returncode == 1
     assert ("complete the sweep file of tula init --script without" in done.stderr) == is_advised

@@ -49,8 +49,12 @@ from tula_hpc.user_code import describe_error, lacks_gpu
 EVERY_WORKER = "call each collective on every worker, none of them within `if rank == 0`"
 # gloo's message when it aborts the process
 _MISMATCH = re.compile(r"(\d+) vs (\d+)\. Received data size doesn't match expected size")
-# name of the number of workers, in an error or in the line that raised it
-_OF_WORKERS = re.compile("world_?size", re.IGNORECASE)
+# words for several workers, in an error or in the line that raised it
+_OF_WORKERS = re.compile(
+    "world_?size|only distributed|distributed training|assert .*distributed"
+    "|process group has not been initialized",
+    re.IGNORECASE,
+)
 # time between two signs of life
 BEAT_S = 1.0
 # last lines of a failed script's output that are shown, and most characters of them
