@@ -362,6 +362,15 @@ def test_a_method_that_needs_the_communication_hook_is_refused_by_a_profile_wher
     assert outcome.message.detail.startswith('training.method: "ags" needs the communication hook')
 
 
+def test_a_method_that_scales_gradients_is_refused_by_a_profile_where_they_are_sparse(tmp_path: Path) -> None:
+    training = TrainingSpec(method="static")
+    (outcome,) = profiled(MISBEHAVING, ("has sparse gradients", str(BATCH)), tmp_path, training=training)
+    assert outcome.message.detail == (
+        'training.method: "static": gradient scaling needs dense real gradients; a parameter of shape (12, 3) has a '
+        'sparse one; expected "lbt", or "lrs" or "sqrt" with {lr_scale}'
+    )
+
+
 def test_a_script_that_divides_its_passes_among_its_workers_is_refused_with_what_to_do(tmp_path: Path) -> None:
     alone, both = (
         worst(profiled(MISBEHAVING, ("divides its passes", str(BATCH)), tmp_path / str(world), world, accumulation=4))

@@ -40,6 +40,7 @@ from tula_hpc.errors import (
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.files import NO_SPACE, PASSING, full_disk
 from tula_hpc.formatting import first_line
+from tula_hpc.gradients.norms import dense_gradients
 from tula_hpc.launch.diagnosis import last_bytes, lost_a_peer
 from tula_hpc.process_memory import held_by_others, keep_freed, out_of_memory, parent_of
 from tula_hpc.records import parse_record, write_atomically
@@ -366,3 +367,18 @@ def require_averaged(method: str, model: nn.Module, optimizer: Optimizer) -> Non
             '"lbt", or "lrs" or "sqrt" with {lr_scale}',
             key="training.method",
         )
+
+
+def require_dense(method: str, optimizer: Optimizer) -> None:
+    """Check that a method can scale the gradients of an optimizer.
+
+    Raises:
+        InputError: One of them is sparse or complex.
+    """
+    try:
+        dense_gradients([*parameters_of(optimizer)])
+    except TypeError as error:
+        raise InputError(
+            f'"{method}": {error}; expected "lbt", or "lrs" or "sqrt" with {{lr_scale}}',
+            key="training.method",
+        ) from None

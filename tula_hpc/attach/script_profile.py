@@ -40,6 +40,7 @@ from tula_hpc.attach.reporting import (
     leave,
     own_hook,
     require_averaged,
+    require_dense,
 )
 from tula_hpc.attach.script import (
     NEAR,
@@ -243,6 +244,8 @@ class ScriptProfile(MeasuredSteps):
             raise own_hook(self.training.method)
         if self.training.adapts and self.env.world_size > 1:
             require_averaged(self.training.method, *self.found)
+        if self.training.scales:
+            require_dense(self.training.method, self.found[1])
         self.course.note_first_step()
         yield from warm_up(self, self.settings.search.warmup_steps, self.course.left_out_s)
         yield from self.await_passes(self.settings.accumulation or 1)
