@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from tests.attach.script_runs import SCRIPTS
 from tests.forked_jobs import run_command, start_command
 from tula_hpc.attach.__main__ import main
 from tula_hpc.attach.reporting import end_of
-from tula_hpc.attach.script import ParsedOptions, note_parsed, with_placeholders
+from tula_hpc.attach.script import ParsedOptions, note_parsed, watch_parsers, with_placeholders
 from tula_hpc.config import ClusterSpec, check_together, load_sweep, load_together
 from tula_hpc.errors import InputError
 from tula_hpc.init.__main__ import main as init
@@ -545,6 +546,20 @@ def test_a_scripts_parser_shows_which_options_carry_batch_and_epochs(arguments: 
     values = {"--train_batch_size": 32, "--width": 32, "--num-epochs": 9, "--warmup-epochs": 9}
     filled = with_placeholders(arguments.split(), 32, 1, ParsedOptions(names, values))
     assert " ".join(filled) == expected
+
+
+def test_positional_arguments_are_known_by_the_names_that_a_scripts_parser_has_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ArgumentParser, "parse_known_args", ArgumentParser.parse_known_args)
+    found = watch_parsers()
+    parser = ArgumentParser()
+    parser.add_argument("total_epochs", type=int)
+    parser.add_argument("num_nodes", type=int)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.parse_args(["100", "1"])
+    expected = ["{epochs}", "1", "--batch-size", "{local_batch}"]
+    assert with_placeholders(["100", "1"], 32, 1, found) == expected
 
 
 def test_options_for_the_batch_of_all_workers_are_known_by_their_names() -> None:

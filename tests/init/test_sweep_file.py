@@ -322,6 +322,23 @@ def test_arguments_of_a_run_that_a_file_lacks_are_added_and_no_more_required(com
     assert with_arguments(whole, short, names) == (whole, [])
 
 
+@pytest.mark.parametrize(
+    ("known", "used", "expected", "added"),
+    [
+        # the epochs come before how often to save, as in the script of PyTorch's tutorial on DDP
+        ("-b {local_batch} {epochs}", "-b {local_batch} {epochs} 1", "{epochs} 1 -b {local_batch}", ["1"]),
+        ("-b {local_batch} {epochs}", "5 {epochs} -b {local_batch}", "5 {epochs} -b {local_batch}", ["5"]),
+        ("{local_batch} --lr 1", "{local_batch}", "{local_batch} --lr 1", []),
+        ("-n {epochs} x", "--epochs {epochs}", "--epochs {epochs} -n {epochs} x", ["--epochs", "{epochs}"]),
+    ],
+)
+def test_positional_arguments_are_in_the_order_in_which_a_run_had_them(
+    known: str, used: str, expected: str, added: list[str]
+) -> None:
+    line = f"arguments = {json.dumps(known.split())}\n"
+    assert with_arguments(line, used.split()) == (f"arguments = {json.dumps(expected.split())}\n", added)
+
+
 def test_passes_that_a_script_divides_among_its_workers_are_in_the_batch_of_a_step(
     commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -483,7 +483,9 @@ def _with_batch(
         if "batch" in name and (equals or name.startswith("-")):
             carrying = [f"{name}={{local_batch}}"] if equals else [name, "{local_batch}"]
             return [*arguments[:place], *carrying, *arguments[place + 2 - len(equals) :]]
-    own = next((name for name in known.names.values() if "batch" in name), None)
+    # without positional arguments, which have no name to type
+    typed = (name for name in known.names.values() if not name.isidentifier())
+    own = next((name for name in typed if "batch" in name), None)
     if own is not None:
         return [*arguments, *worded(own, "{local_batch}")]
     if in_source := _in_source(source):

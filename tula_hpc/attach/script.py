@@ -1,8 +1,7 @@
 """A user's training script: its command line for a configuration, its place, and its run here.
 
 A script finds its place among the workers in the variables of torchrun. It runs in a folder of its
-own, with links to the files of the command's working directory: files that it writes do not collide
-with those of another configuration.
+own with links to the files of the working directory, so that configurations do not collide.
 """
 
 from __future__ import annotations
@@ -328,8 +327,9 @@ def watch_parsers() -> ParsedOptions:
     def parse_known_args(self: Any, *args: Any, **kwargs: Any) -> Any:
         parsed = original(self, *args, **kwargs)
         for action in self._actions:
-            if action.option_strings:
-                options.add(action.option_strings, getattr(parsed[0], action.dest, None))
+            # a positional argument has no name but its own; subcommands and lists have other nargs
+            if names := action.option_strings or [action.dest] * (action.nargs is None):
+                options.add(names, getattr(parsed[0], action.dest, None))
         return parsed
 
     argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[method-assign] # to be told
@@ -394,7 +394,9 @@ def with_placeholders(
     one worker, whose steps had `passes` forward passes of `batch` samples each.
     """
     replaced = list(arguments)
-    flags = [options.names.get(flag, flag).lower() for flag in flags_of(arguments)]
+    placed = {str(n): name for name, n in options.values.items() if name.isidentifier()}
+    parted = zip(flags_of(arguments), arguments, strict=True)
+    flags = [options.names.get(f, placed.get(word, f)).lower() for f, word in parted]
     values = [re.fullmatch(r"(.*=)?(\d+)", argument) for argument in arguments]
     # options for the batch of all workers last, as that of a worker may have the same value
     order = sorted(range(len(flags)), key=lambda index: is_batch_of_all(flags[index]))
@@ -484,7 +486,8 @@ def _defaults(
     wanted["{nodes}"] = [name for name in ones if OF_NODES.fullmatch(name)]
     added: list[str] = []
     for placeholder, names in wanted.items():
-        if len(names) == 1:
+        # a positional argument has no default
+        if len(names) == 1 and not names[0].isidentifier():
             added += worded(names[0], placeholder)
     return added
 

@@ -433,7 +433,6 @@ def with_arguments(
     """Add to a sweep file's arguments those of a run that it lacks; return the text and these.
 
     An option that the file's arguments name is not added, whatever its value.
-
     `names` maps any name of one of the script's options to the option's longest name.
     """
     line, known = _arguments_in(text)
@@ -455,14 +454,16 @@ def with_arguments(
             continue
         added.append(argument)
         unnamed += not is_option and not before.startswith("-")
-    if not added:
+    # positional arguments of the file, whose places among the others the run shows
+    moved = [w for b, w in zip(["", *known], known, strict=False) if w in added and b[:1] != "-"]
+    if len(moved) == len(added):
         return text, []
-    arguments = json.dumps([*added, *known], ensure_ascii=False)
+    arguments = json.dumps([*added, *(w for w in known if w not in moved)], ensure_ascii=False)
     text = text[: line.start(1)] + arguments + text[line.end(1) :]
     required = [name for name in required_arguments(text) if not name.startswith("-")]
     for name in (*added, *required[:unnamed]):
         text = re.sub(rf"^# arguments = .*requires {re.escape(name)};.*\n", "", text, flags=re.M)
-    return text, added
+    return text, [word for word in added if word not in moved]
 
 
 def _arguments_in(text: str) -> tuple[re.Match[str] | None, list[str]]:
