@@ -95,7 +95,8 @@ def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, scri
             "its methods or parts: end its class with `forward = loss`, and write `model(…)` for `model.loss(…)`",
         ),
         ("calls forward", Failure.BAD_INPUT, "none of its methods or parts: write `model(…)` for `model.forward(…)`"),
-        ("keeps its batch", Failure.BAD_INPUT, "misbehaving.py: its steps all pass over one batch; expected a new one"),
+        ("keeps its batch", Failure.BAD_INPUT, "misbehaving.py: several of its steps pass over one batch; expected a "),
+        ("steps twice", Failure.BAD_INPUT, "misbehaving.py: several of its steps pass over one batch; expected a n"),
         ("shards its model", Failure.BAD_INPUT, "misbehaving.py shards its model (FSDP), which is not measured or"),
         (
             "reads SLURM_STEP_ID",

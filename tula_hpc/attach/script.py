@@ -210,11 +210,11 @@ def why_no_passes(
     Args:
         model: Class of the model that counts.
         methods: Methods that this class itself defines, of which the script may call one.
-        has_repeated: There were passes, but only over a batch that had had one before.
+        has_repeated: There were passes over a batch that had had one in an earlier step.
         other: Advice on how to have the steps of another model count; "" if none is trained.
     """
     if has_repeated:
-        return "its steps all pass over one batch; expected a new one from the loader in each step"
+        return "several of its steps pass over one batch; expected a new one of the loader in each step"
     method = methods[0] if len(methods) == 1 else "METHOD"
     how = f"end its class with `forward = {method}`, and write `model(…)` for `model.{method}(…)`"
     if not methods:

@@ -71,6 +71,8 @@ from tula_hpc.records.base import Record
 
 # steps until a loader has settled, and where the timing of a part begins and ends
 FEW_STEPS = 5
+# share of steps on a batch that has had a step before, from which on a script is refused
+MOST_AGAIN = 0.25
 
 
 class Settings(Record):
@@ -274,8 +276,9 @@ class ScriptProfile(MeasuredSteps):
         batch = self._batch()
         other = next(filter(None, map(model_of, self.not_counted)), "")
         to_count = other and counting(other, self.spec.mode)
-        if passes == 0:
-            repeated = self.hooks.has_repeated
+        repeated = self.hooks.has_repeated
+        again = self.step_passes.count(0) if repeated else 0
+        if passes == 0 or again >= MOST_AGAIN * len(self.step_passes) > 0:
             known = self._model_name(), methods_of(self.hooks.inner_model or self.found[0])
             why = why_no_passes(*known, has_repeated=repeated, other=to_count)
             raise InputError(f"{name}: {why}")

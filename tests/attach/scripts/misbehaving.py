@@ -248,6 +248,17 @@ def keeps_its_batch() -> None:
         optimizer.step()
 
 
+def steps_twice() -> None:
+    """Step on one loss and then on another of the same batch."""
+    model, optimizer = build()
+    while True:
+        for batch in DataLoader(torch.randn(8 * BATCH, 8), BATCH):  # type: ignore[arg-type] # as torch takes it
+            for power in (1, 2):
+                optimizer.zero_grad()
+                model(batch).abs().pow(power).mean().backward()
+                optimizer.step()
+
+
 def keeps_models_in_a_dict() -> None:
     """Train models that only a dict holds, as those of SpeechBrain; the dict is never called."""
     models = nn.ModuleDict({"large": nn.Linear(8, 4), "small": nn.Linear(4, 2)})
@@ -530,6 +541,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "calls past its wrapper": calls_past_its_wrapper,
     "calls forward": calls_forward,
     "keeps its batch": keeps_its_batch,
+    "steps twice": steps_twice,
     "gives batches": gives_batches,
     "has a loss of two passes": has_a_loss_of_two_passes,
     "acts": acts,
