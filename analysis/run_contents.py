@@ -165,11 +165,6 @@ class Training(NamedTuple):
         """Median time of an epoch, see `median_epoch_s`."""
         return median_epoch_s(self.metrics.epochs)
 
-    def in_figures(self) -> Training:
-        """Return the training with no more epochs than a figure can show."""
-        epochs = evenly(self.metrics.epochs, MOST_POINTS)
-        return self._replace(metrics=self.metrics._replace(epochs=epochs))
-
 
 def median_epoch_s(epochs: Sequence[EpochMetrics]) -> float | None:
     """Return the median seconds of an epoch's steps, at the batch and workers of the last epoch.
@@ -262,7 +257,10 @@ class RunContents(NamedTuple):
 
     def in_figures(self) -> RunContents:
         """Return the run with no more measurements and epochs than a figure can show."""
-        trainings = [training.in_figures() for training in self.trainings]
+        trainings = []
+        for training in self.trainings:
+            epochs = evenly(training.metrics.epochs, MOST_POINTS)
+            trainings.append(training._replace(metrics=training.metrics._replace(epochs=epochs)))
         return self._replace(measurements=drawn(self.measurements), trainings=trainings)
 
     @property
@@ -272,12 +270,6 @@ class RunContents(NamedTuple):
             has_gpus = any(item.backend == "nccl" for item in self.measurements)
             return memory_kind("cuda" if has_gpus else "cpu")
         return " or ".join(sorted({memory_kind(part.device) for part in self.cluster.parts()}))
-
-    def samples_of(self, measurement: Measurement) -> int:
-        """Return D, the training samples in an epoch; 0 if no record has it."""
-        if measurement.dataset_samples or self.plan is None:
-            return measurement.dataset_samples
-        return self.plan.dataset_samples
 
 
 def read_run(run: RunDirectory) -> RunContents:
@@ -297,7 +289,7 @@ def read_run(run: RunDirectory) -> RunContents:
         medians = f"the medians of each configuration ({MOST_DRAWN} at most)"
         notes.append(f"Of {count:,} measurements figures show {medians}.")
     # load frozen files, which need no data or modules: these may be on another machine
-    sweep = _read_input(load_frozen_sweep, run.sweep_file, notes)
+    sweep = _read(load_frozen_sweep, run.sweep_file, notes)
     events = run.events()
     accounts = run.accounts()
     return RunContents(
@@ -306,9 +298,9 @@ def read_run(run: RunDirectory) -> RunContents:
         # reports are mailed, so that values of environment variables are left out
         cluster_text=without_values(_read_text(run.cluster_file, notes)),
         sweep=sweep,
-        cluster=_read_input(load_frozen_cluster, run.cluster_file, notes),
+        cluster=_read(load_frozen_cluster, run.cluster_file, notes),
         measurements=measurements.records,
-        plan=_read_plan(run, notes),
+        plan=_read(lambda _: run.read_plan(), run.plan_file, notes),
         events=events,
         trainings=list(_read_trainings(run, RunHistory(events), accounts, notes)),
         job_notes=run.job_notes(),
@@ -320,7 +312,7 @@ def read_run(run: RunDirectory) -> RunContents:
 
 def holds_study(run: RunDirectory) -> bool:
     """Return whether a run is a study, which has its own kind of report."""
-    sweep = _read_input(load_frozen_sweep, run.sweep_file, [])
+    sweep = _read(load_frozen_sweep, run.sweep_file, [])
     return run.has_studied() if sweep is None else sweep.study is not None
 
 
@@ -334,24 +326,16 @@ def _read_text(path: Path, notes: list[str]) -> str:
     return ""
 
 
-def _read_input(load: Callable[[Path], T], path: Path, notes: list[str]) -> T | None:
+def _read(load: Callable[[Path], T], path: Path, notes: list[str]) -> T | None:
     if not path.exists():
         return None
     try:
         return load(path)
-    except InputError:
-        notes.append(f"{path.name} is damaged; its settings are unknown.")
-        return None
-
-
-def _read_plan(run: RunDirectory, notes: list[str]) -> Plan | None:
-    if not run.plan_file.exists():
-        return None
-    try:
-        return run.read_plan()
     except RunDirectoryError as error:
         notes.append(f"{error}.")
-        return None
+    except InputError:
+        notes.append(f"{path.name} is damaged; its settings are unknown.")
+    return None
 
 
 def _read_trainings(
@@ -385,11 +369,12 @@ def _read_result(files: TrainDirectory, notes: list[str]) -> TrainResult | None:
 def measured_epoch(measurement: Measurement, dataset_samples: int) -> Interval | None:
     """Return the profiled seconds of an epoch: its steps and the updates of AGS's gradient scale.
 
-    The interval is that of the mean step, 95 %. None without times, or if D has no full step.
+    `dataset_samples` is D, the samples of an epoch, for records without it. The interval is that of
+    the mean step, 95 %. None without times, or if D has no full step.
     """
     times = measurement.times
     batch = measurement.configuration.global_batch * measurement.batch_share
-    batches = dataset_samples / batch
+    batches = (measurement.dataset_samples or dataset_samples) / batch
     steps = steps_of_epoch(batches, short_batch=measurement.short_batch)
     if times is None or steps < 1:
         return None

@@ -64,8 +64,7 @@ def draw_study_table(contents: StudyContents, table: StudyTable) -> Drawing | Mi
         if explain_back:
             axes.text(0, lines - 0.5, BACK, va="center", size=8, color=style.MUTED.light)
         style.legend(axes, _mark_keys(table), left=0.0)
-    rows = study_results.csv_rows(table)
-    numbers = Table(tuple(rows[0]), [tuple(row.values()) for row in rows])
+    numbers = Table.of(study_results.csv_rows(table))
     return Drawing("study_table", title, _caption(contents), figure, numbers)
 
 

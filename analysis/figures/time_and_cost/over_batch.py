@@ -91,11 +91,9 @@ def _on(nodes: int, points: Iterable[Point]) -> list[Point]:
 
 def draw_epoch_time(run: RunContents) -> Drawing | Missing:
     """Draw measured and predicted epoch time against the global batch, a line per cluster size."""
-    measured = []
-    for item in run.ok:
-        epoch = measured_epoch(item, run.samples_of(item))
-        if epoch is not None:
-            measured.append(Point(item.configuration, epoch))
+    samples = run.plan.dataset_samples if run.plan else 0
+    epochs = [(item.configuration, measured_epoch(item, samples)) for item in run.ok]
+    measured = [Point(where, epoch) for where, epoch in epochs if epoch is not None]
     curves = _curves(run, measured, "epoch_time_s")
     if run.plan:
         curves = curves._replace(knee=run.plan.knee)
@@ -170,7 +168,7 @@ def _curves(run: RunContents, measured: list[Point], field: str) -> Curves:
 def _measured_cost(plan: Plan, item: Measurement) -> Iterable[Point]:
     """Yield the cost that the plan would predict from the measured epoch time, if there is one."""
     candidate = plan.find(item.configuration)
-    epoch = measured_epoch(item, item.dataset_samples or plan.dataset_samples)
+    epoch = measured_epoch(item, plan.dataset_samples)
     if candidate and epoch and candidate.train_time_s > 0:
         relative = epoch.times(plan.epochs / candidate.train_time_s)
         yield Point(item.configuration, Interval(*(cost_at(candidate, pace) for pace in relative)))
