@@ -25,16 +25,14 @@ def draw_pareto(run: RunContents) -> Drawing | Missing:
     title = _title(plan)
     drawn = _near_the_front(plan)
     marks: dict[tuple[str, int], list[Candidate]] = {}
-    costs, times = [], []
     front = [(item.cost, item.wall_time_s) for item in plan.pareto]
-    lines = [front]
+    points = [(item.cost, item.wall_time_s) for item in drawn]
     for item in drawn:
         marks.setdefault((item.partition, item.nodes), []).append(item)
-        costs.append(item.cost)
-        times.append(item.wall_time_s)
-        lines.append([(item.cost, item.wall_time_s)])
     with style.new_figure(title, 3.7) as (figure, (axes,)):
+        times = [time for _, time in points]
         style.value_axis(axes, times, label="expected time of the training", durations=True)
+        costs = [cost for cost, _ in points]
         style.amount_axis(axes, costs, f"cost of the training, {chosen.currency}")
         for _, group in sorted(marks.items(), key=lambda entry: entry[0]):
             _draw_group(axes, group, _look(run, plan, group[0]))
@@ -43,9 +41,9 @@ def draw_pareto(run: RunContents) -> Drawing | Missing:
         if chosen.partition:
             text += f"\non {chosen.partition}"
         here = (chosen.cost, chosen.wall_time_s)
+        lines = [front, *([point] for point in points)]
         labels.mark_chosen(axes, here, text, lines=lines, taken=labels.label_ends(axes, []))
-        keys = _front_keys(run, plan, drawn)
-        style.legend(axes, keys)
+        style.legend(axes, _front_keys(run, plan, drawn))
     table = Table.of([_row(plan, item) for item in plan.candidates])
     return Drawing("pareto", title, _caption(plan), figure, table)
 
