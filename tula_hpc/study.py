@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tula_hpc.cli.open_run import check_run, open_run, work
 from tula_hpc.cli.options import (
     add_input_options,
     load_inputs,
@@ -63,18 +62,11 @@ def run(
         raise InputError(message, source=options.sweep)
     refuse_impossible(options, spec, cluster, root)
     if options.dry_run:
-        from tula_hpc.cli.dry_run import try_dry, with_controller
-        from tula_hpc.records import RunDirectory
-        from tula_hpc.stages.context import Sweep
-        from tula_hpc.stages.study import describe_study
+        from tula_hpc.cli.dry_run import preview
 
-        check_run(spec, cluster, root, has_cluster_file=options.cluster is not None)
-        try_dry(Sweep(spec, cluster, RunDirectory(root)))
-        preview = describe_study(spec, cluster, root)
-        if options.detach:
-            preview = with_controller(preview, spec, cluster, root)
-        preview.show()
-        return 0
+        return preview(options, spec, cluster, root)
+    from tula_hpc.cli.open_run import open_run, work
+
     sweep = open_run(spec, cluster, root, has_cluster_file=options.cluster is not None)
     until = "report" if report else "train"
     with status_at_end(root, wanted=options.json):

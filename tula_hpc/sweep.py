@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tula_hpc.cli.open_run import check_run, open_run, work
 from tula_hpc.cli.options import (
     STAGES,
     add_input_options,
@@ -51,15 +50,11 @@ def _run(options: argparse.Namespace) -> int:
     root = run_root(options, spec)
     refuse_impossible(options, spec, cluster, root)
     if options.dry_run:
-        from tula_hpc.cli.dry_run import describe_submission, with_controller
+        from tula_hpc.cli.dry_run import preview
 
-        check_run(spec, cluster, root, has_cluster_file=options.cluster is not None)
-        trains = options.until in ("train", "report")
-        preview = describe_submission(spec, cluster, root, trains=trains)
-        if options.detach:
-            preview = with_controller(preview, spec, cluster, root)
-        preview.show()
-        return 0
+        return preview(options, spec, cluster, root, trains=options.until in ("train", "report"))
+    from tula_hpc.cli.open_run import open_run, work
+
     sweep = open_run(spec, cluster, root, has_cluster_file=options.cluster is not None)
     with status_at_end(root, wanted=options.json):
         return work(sweep, options.until, detach=options.detach, here=options.take_over)

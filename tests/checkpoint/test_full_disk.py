@@ -269,7 +269,7 @@ def test_a_command_on_a_full_disk_says_so_and_later_goes_on(
     (tmp_path / "c.toml").write_text(CLUSTER_TOML)
     # this machine may have no Slurm
     monkeypatch.setattr("tula_hpc.sweep.refuse_impossible", lambda *_: None)
-    monkeypatch.setattr("tula_hpc.sweep.work", lambda sweep, until, detach=False, here=False: _use(sweep.run))
+    monkeypatch.setattr("tula_hpc.cli.open_run.work", lambda sweep, until, detach=False, here=False: _use(sweep.run))
     arguments = [str(tmp_path / "s.toml"), "--cluster", str(tmp_path / "c.toml"), "--run-dir", str(small_disk / "run")]
     ballast, failed = fill(small_disk), 0
     for _ in range(50):

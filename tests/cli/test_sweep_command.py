@@ -367,7 +367,6 @@ def test_a_copy_of_a_run_at_work_does_not_wait_for_jobs_that_write_elsewhere(swe
 def test_inputs_that_another_command_replaced_are_not_worked_with(
     sweep_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tula_hpc import sweep
     from tula_hpc.cli.open_run import open_run
 
     def open_two(*inputs: Any, **options: Any) -> Any:
@@ -375,7 +374,7 @@ def test_inputs_that_another_command_replaced_are_not_worked_with(
         open_run(*inputs_of(sweep_file, "workload.seed=1"), opened.run.root)
         return opened
 
-    monkeypatch.setattr(sweep, "open_run", open_two)
+    monkeypatch.setattr("tula_hpc.cli.open_run.open_run", open_two)
     assert main([str(sweep_file), "--run-dir", "run"]) == 2
     assert "another command has just changed its inputs" in capsys.readouterr().err
 

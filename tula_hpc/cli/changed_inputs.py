@@ -6,14 +6,22 @@ import json
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import tomli_w
+
+from tula_hpc.config import (
+    MAX_FILE_BYTES,
+    ClusterSpec,
+    SweepSpec,
+    is_hidden,
+    load_frozen_cluster,
+    load_frozen_sweep,
+    tables_by_name,
+)
+from tula_hpc.config.changes import FREE_OF_WORKLOAD, MEASURED_OF_TRAINING
 from tula_hpc.errors import RunDirectoryError, TulaError
 from tula_hpc.files import in_words, read_bounded
-
-if TYPE_CHECKING:
-    from tula_hpc.config import ClusterSpec, SweepSpec
-
 
 # Keys of a cluster file, or of its partitions, that only say how jobs are submitted. They may
 # change at any time, as no measurement or training depends on them: a project's hours may be used
@@ -39,8 +47,6 @@ Changes = dict[Key, tuple[Any, Any]]
 
 def freeze(spec: SweepSpec | ClusterSpec) -> str:
     """Return the resolved input as TOML."""
-    import tomli_w
-
     return tomli_w.dumps(spec.model_dump(mode="json", exclude_none=True))
 
 
@@ -62,8 +68,6 @@ def changes_of(path: Path, inputs: SweepSpec | ClusterSpec) -> Changes:
 
 def _filled(path: Path, inputs: SweepSpec | ClusterSpec) -> SweepSpec | ClusterSpec:
     """Return a run's file with this version's defaults; only defaults if it cannot be read."""
-    from tula_hpc.config import SweepSpec, load_frozen_cluster, load_frozen_sweep
-
     load = load_frozen_sweep if isinstance(inputs, SweepSpec) else load_frozen_cluster
     try:
         return load(path)
@@ -72,8 +76,6 @@ def _filled(path: Path, inputs: SweepSpec | ClusterSpec) -> SweepSpec | ClusterS
 
 
 def _shown(key: Key, was: Any, now: Any) -> tuple[Any, Any]:
-    from tula_hpc.config import is_hidden
-
     if not is_hidden(key):
         return _as_in_toml(was), _as_in_toml(now)
     if NOT_SET in (was, now):
@@ -100,8 +102,6 @@ def that_matter(changes: Changes) -> Changes:
 
 def _was_moved(key: Key, was: str, now: str) -> bool:
     """Tell whether it is the same script in another place: moved, or copied with the run."""
-    from tula_hpc.config import MAX_FILE_BYTES
-
     old = Path(was)
     new = Path(now)
     if key != ("workload", "script") or old.name != new.name:
@@ -126,8 +126,6 @@ def is_of_submission(key: Key) -> bool:
 
 def is_unmeasured(key: Key) -> bool:
     """Tell whether no measurement depends on a key: it may change until a training begins."""
-    from tula_hpc.config.changes import FREE_OF_WORKLOAD, MEASURED_OF_TRAINING
-
     table, name = _place(key)
     free = {"workload": name in FREE_OF_WORKLOAD, "training": name not in MEASURED_OF_TRAINING}
     return free.get(table, table in ("objective", "pricing", "search"))
@@ -170,8 +168,6 @@ def _place(key: Key) -> tuple[str, str]:
 
 
 def _read(path: Path) -> str:
-    from tula_hpc.config import MAX_FILE_BYTES
-
     try:
         return read_bounded(path, MAX_FILE_BYTES).decode(errors="replace")
     except OSError as error:
@@ -187,8 +183,6 @@ def _keys(toml: str) -> dict[Key, Any]:
 
 
 def _flat(table: dict[str, Any], place: Key) -> Iterator[tuple[Key, Any]]:
-    from tula_hpc.config import tables_by_name
-
     for key, value in table.items():
         if isinstance(value, dict):
             yield from _flat(value, (*place, key))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import sys
 import tempfile
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tula_hpc.cli.changed_inputs import changes_of, freeze, that_matter
+from tula_hpc.cli.open_run import check_run
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.containers import describe, folders_of
 from tula_hpc.env import unix_time
@@ -29,6 +31,7 @@ from tula_hpc.stages.profile import (
     wants_estimate,
 )
 from tula_hpc.stages.rehearsal import TRYING, is_here, is_tried, refuse_another_model, rehearse
+from tula_hpc.stages.study import describe_study
 from tula_hpc.stages.train import next_candidate
 
 
@@ -49,15 +52,34 @@ class Beginning(NamedTuple):
     waves: list[Wave]
 
 
-def describe_submission(
-    spec: SweepSpec, cluster: ClusterSpec, root: Path, *, trains: bool = True
-) -> Preview:
-    """Describe the next jobs of a sweep, without its training unless it `trains`; creates nothing.
+def preview(
+    options: argparse.Namespace,
+    spec: SweepSpec,
+    cluster: ClusterSpec,
+    root: Path,
+    *,
+    trains: bool = True,
+) -> int:
+    """Print the next jobs of a sweep, without its training unless it `trains`; create nothing.
 
     Raises:
         InputError: The sweep would be refused for a mistake in its workload.
-        StageError: The sweep would fail, since no batch of its plan is left.
+        RunDirectoryError: The folder is no run directory, or was made from other inputs.
+        StageError: No batch of the plan is left, or Slurm would refuse a submission.
     """
+    check_run(spec, cluster, root, has_cluster_file=options.cluster is not None)
+    if spec.study is None:
+        described = _describe(spec, cluster, root, trains=trains)
+    else:
+        _try_dry(Sweep(spec, cluster, RunDirectory(root)))
+        described = describe_study(spec, cluster, root)
+    if options.detach:
+        described = _with_controller(described, spec, cluster, root)
+    described.show()
+    return 0
+
+
+def _describe(spec: SweepSpec, cluster: ClusterSpec, root: Path, *, trains: bool) -> Preview:
     head = f"sweep {spec.name!r} on {cluster.name!r} ({cluster.executor}), run directory {root}"
     # started now: configurations that failed before this are tried again
     sweep = Sweep(spec, cluster, RunDirectory(root), started_at=unix_time())
@@ -68,7 +90,7 @@ def describe_submission(
         )
     begun = []
     if not sweep.run.has_trained():
-        tried = try_dry(sweep)
+        tried = _try_dry(sweep)
         begun = [_beginning(part, tried) for part in parts_of(sweep)]
     lines = [head, *_container(sweep), *_on_their_way(sweep)]
     refusals = [none_fits(each.part, each.estimate and each.estimate.footprint) for each in begun]
@@ -99,7 +121,9 @@ def _with_training(sweep: Sweep, begun: Iterable[Beginning], profiling: Preview)
     return Preview([*profiling.words, *lines], [*profiling.scripts, *scripts])
 
 
-def with_controller(preview: Preview, spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Preview:
+def _with_controller(
+    preview: Preview, spec: SweepSpec, cluster: ClusterSpec, root: Path
+) -> Preview:
     """Add the controller job that a detached sweep submits behind its jobs, if it submits any."""
     if not preview.scripts:
         return preview
@@ -154,7 +178,7 @@ def _beginning(part: Sweep, tried: Trial | None) -> Beginning:
     return Beginning(part, made, waves)
 
 
-def try_dry(sweep: Sweep) -> Trial | None:
+def _try_dry(sweep: Sweep) -> Trial | None:
     """Try the workload as the sweep would, if its data and code are here; keep nothing.
 
     Raises:

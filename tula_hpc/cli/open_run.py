@@ -9,8 +9,8 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from tula_hpc.analysis.plan import lost_inputs
 from tula_hpc.cli.changed_inputs import (
     Changes,
     Key,
@@ -27,17 +27,16 @@ from tula_hpc.cli.changed_inputs import (
     that_matter,
 )
 from tula_hpc.command_errors import INTERRUPTED
+from tula_hpc.config import ClusterSpec, SweepSpec, load_frozen_cluster
 from tula_hpc.env import unix_time
 from tula_hpc.errors import InputError, LaunchError, RunDirectoryError, StorageError
 from tula_hpc.files import NO_SPACE, in_words, is_there
 from tula_hpc.formatting import command_line
-
-if TYPE_CHECKING:
-    from tula_hpc.config import ClusterSpec, SweepSpec
-    from tula_hpc.launch.job_files import Submitted
-    from tula_hpc.records import RunDirectory
-    from tula_hpc.stages.context import Sweep
-
+from tula_hpc.launch.job_files import Submitted
+from tula_hpc.launch.launcher import Launcher, describe_states, lost
+from tula_hpc.records import RunDirectory, write_atomically
+from tula_hpc.records.run_directory import holder_of
+from tula_hpc.stages.context import Sweep, jobs_of_original, jobs_on_record
 
 # seconds to wait for Slurm's answer about jobs, while a user waits after Ctrl-C or a correction
 LAST_ANSWER_S = 5.0
@@ -55,9 +54,6 @@ def open_run(
     Raises:
         RunDirectoryError: The folder is no run directory, or was made from other inputs.
     """
-    from tula_hpc.records import RunDirectory, write_atomically
-    from tula_hpc.stages.context import Sweep
-
     run = RunDirectory(root)
     _refuse_other_folder(run)
     _refuse_copy(run)
@@ -94,8 +90,6 @@ def check_run(
     Raises:
         RunDirectoryError: The folder is no run directory, or was made from other inputs.
     """
-    from tula_hpc.records import RunDirectory
-
     run = RunDirectory(root)
     _refuse_other_folder(run)
     if run.root.is_dir():
@@ -109,8 +103,6 @@ FOLDERS = {"profile", "slurm", "train"}
 
 
 def _refuse_other_folder(run: RunDirectory) -> None:
-    from tula_hpc.analysis.plan import lost_inputs
-
     with run.reading():
         is_other = run.root.is_dir() and not is_there(run.sweep_file) and not _is_fresh(run.root)
     if is_other:
@@ -128,8 +120,6 @@ def _refuse_other_folder(run: RunDirectory) -> None:
 
 def _refuse_copy(run: RunDirectory) -> None:
     """Refuse a copy while jobs of the original are not over: waiting for them would be in vain."""
-    from tula_hpc.stages.context import jobs_of_original
-
     copied = jobs_of_original(run)
     left = [job.job_id for job in _jobs_left(run) if job.job_id in copied] if copied else []
     if left:
@@ -143,8 +133,6 @@ def _refuse_copy(run: RunDirectory) -> None:
 
 def _begins_anew(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> bool:
     """Tell whether other inputs may replace the run's: it has no results, and no job is left."""
-    from tula_hpc.launch.launcher import lost
-
     changed = (
         key for path, inputs in _files(run, spec, cluster) for key in changes_of(path, inputs)
     )
@@ -154,10 +142,6 @@ def _begins_anew(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> bo
 
 
 def _jobs_left(run: RunDirectory) -> list[Submitted]:
-    from tula_hpc.config import load_frozen_cluster
-    from tula_hpc.launch.launcher import Launcher
-    from tula_hpc.stages.context import jobs_on_record
-
     jobs = jobs_on_record(run, "profile", "train", "control")
     if not jobs:
         return []
@@ -170,8 +154,6 @@ def _jobs_left(run: RunDirectory) -> list[Submitted]:
 
 
 def _begin_anew(run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec) -> None:
-    from tula_hpc.records import write_atomically
-
     with _locked_for_others(run):
         # before the lock was taken, another command has submitted or measured something
         if not _begins_anew(run, spec, cluster):
@@ -213,8 +195,6 @@ def _files(
 def _refuse_other_inputs(
     run: RunDirectory, spec: SweepSpec, cluster: ClusterSpec, *, has_cluster_file: bool
 ) -> None:
-    from tula_hpc.analysis.plan import lost_inputs
-
     if words := lost_inputs(run):
         raise RunDirectoryError(words)
     is_sweep = spec.study is None
@@ -254,8 +234,6 @@ def _may_train(run: RunDirectory) -> bool:
 
 def _take_over(run: RunDirectory, path: Path, inputs: SweepSpec | ClusterSpec) -> None:
     """Replace the inputs for later jobs; keep measurements, delete an affected plan."""
-    from tula_hpc.records import write_atomically
-
     changes = changes_of(path, inputs)
     if not changes:
         return
@@ -334,8 +312,6 @@ def _without_cluster(run: RunDirectory) -> tuple[str, str]:
 
 
 def _when_free(run: RunDirectory) -> str:
-    from tula_hpc.records.run_directory import holder_of
-
     if run.has_trained():
         steps = []
         holder = holder_of(run.root / ".lock")
@@ -358,9 +334,6 @@ def _in_the_way(run: RunDirectory, left: Sequence[Submitted]) -> str:
 
 
 def _to_cancel(run: RunDirectory, left: Sequence[Submitted]) -> str:
-    from tula_hpc.config import load_frozen_cluster
-    from tula_hpc.launch.launcher import Launcher
-
     # the run's cluster file may be damaged
     with contextlib.suppress(InputError):
         return Launcher(load_frozen_cluster(run.cluster_file), run, "").executor.cancel_command(
@@ -417,9 +390,6 @@ def _refuse_changed_meanwhile(sweep: Sweep) -> None:
 
 def say_interrupted(sweep: Sweep, until: str) -> None:
     """Say what goes on without this command, how to continue, and how to cancel the jobs."""
-    from tula_hpc.launch.launcher import describe_states
-    from tula_hpc.stages.context import jobs_on_record
-
     jobs = jobs_on_record(sweep.run, "profile", "train", "control")
     states, unless = "", ", unless they are over: Slurm does not answer"
     with contextlib.suppress(LaunchError):
