@@ -84,10 +84,8 @@ def _describe(spec: SweepSpec, cluster: ClusterSpec, root: Path, *, trains: bool
     # started now: configurations that failed before this are tried again
     sweep = Sweep(spec, cluster, RunDirectory(root), started_at=unix_time())
     if sweep.run.train().result_file.exists():
-        return Preview(
-            [head, "the training is over: nothing is submitted, and the report is written again"],
-            [],
-        )
+        over = "the training is over: nothing is submitted, and the report is written again"
+        return Preview([head, over], [])
     begun = []
     if not sweep.run.has_trained():
         tried = _try_dry(sweep)
@@ -99,7 +97,12 @@ def _describe(spec: SweepSpec, cluster: ClusterSpec, root: Path, *, trains: bool
     lines += filter(None, refusals)
     begun = [each for each, words in zip(begun, refusals, strict=True) if not words]
     lines += [line for beginning in begun for line in _profiling(beginning)]
-    scripts = [script for each in begun for script in _profile_scripts(each.part, each.waves)]
+    scripts = [
+        script
+        for each in begun
+        for wave in each.waves
+        for script in _scripts(each.part, "profile", wave.nodes, wave.tasks)
+    ]
     profiling = Preview(lines, scripts)
     return _with_training(sweep, begun, profiling) if trains else profiling
 
@@ -109,24 +112,22 @@ def _with_training(sweep: Sweep, begun: Iterable[Beginning], profiling: Preview)
     if chosen is not None:
         there = sweep.on(chosen.partition)
         lines = [_planned_training(there, chosen)]
-        scripts = list(_train_script(there, chosen.nodes))
+        scripts = list(_scripts(there, "train", chosen.nodes))
     else:
         parts = parts_of(sweep)
         lines = list(map(_training, parts))
         scripts = [
             script
             for part in parts
-            for script in _train_script(part, max(part.spec.search.cluster_sizes))
+            for script in _scripts(part, "train", max(part.spec.search.cluster_sizes))
         ]
     return Preview([*profiling.words, *lines], [*profiling.scripts, *scripts])
 
 
-def _with_controller(
-    preview: Preview, spec: SweepSpec, cluster: ClusterSpec, root: Path
-) -> Preview:
+def _with_controller(shown: Preview, spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Preview:
     """Add the controller job that a detached sweep submits behind its jobs, if it submits any."""
-    if not preview.scripts:
-        return preview
+    if not shown.scripts:
+        return shown
     minutes = cluster.controller_minutes
     there = Sweep(spec, cluster.controller(), RunDirectory(root))
     scripts = script_of(
@@ -136,7 +137,7 @@ def _with_controller(
         f"detached: when these jobs are over, a controller job of at most {minutes} min on one "
         "core submits the next ones; a second one waits in case it is killed"
     )
-    return Preview([*preview.words, words], [*preview.scripts, *scripts])
+    return Preview([*shown.words, words], [*shown.scripts, *scripts])
 
 
 def _container(sweep: Sweep) -> Iterator[str]:
@@ -146,20 +147,18 @@ def _container(sweep: Sweep) -> Iterator[str]:
 
 
 def _on_their_way(sweep: Sweep) -> Iterator[str]:
-    for stage in ("train",) if sweep.run.has_trained() else ("profile",):
-        jobs = [job.job_id for job in sweep.run.history().unsettled(stage)]
-        if jobs:
-            more = f" and {len(jobs) - 1} more" if len(jobs) > 1 else ""
-            yield f"first it waits for the jobs of earlier commands: {stage} job {jobs[0]}{more}"
+    stage = "train" if sweep.run.has_trained() else "profile"
+    jobs = [job.job_id for job in sweep.run.history().unsettled(stage)]
+    if jobs:
+        more = f" and {len(jobs) - 1} more" if len(jobs) > 1 else ""
+        yield f"first it waits for the jobs of earlier commands: {stage} job {jobs[0]}{more}"
 
 
 def _chosen(sweep: Sweep) -> Candidate | None:
     """Return the next training by the present plan; None if a new plan is made first."""
     run = sweep.run
-    changed = {
-        **changes_of(run.sweep_file, sweep.spec),
-        **changes_of(run.cluster_file, sweep.cluster),
-    }
+    changed = changes_of(run.sweep_file, sweep.spec)
+    changed |= changes_of(run.cluster_file, sweep.cluster)
     if not plan_is_good(run) or that_matter(changed):
         return None
     return next_candidate(run.read_plan(), run, sweep.spec.training.max_fallbacks)
@@ -285,20 +284,8 @@ def _planned_training(there: Sweep, chosen: Candidate) -> str:
     return f"training: at most {hours:.2f} node-hours per submission, at {chosen.configuration}{where} by the plan"
 
 
-def _profile_scripts(part: Sweep, waves: Iterable[Wave]) -> Iterator[Script]:
-    for wave in waves:
-        title = f"profile, N={wave.nodes}, {plural(wave.tasks, 'task')}"
-        minutes = part.cluster.profile_minutes
-        yield from script_of(
-            part.launcher,
-            title,
-            stage="profile",
-            nodes=wave.nodes,
-            minutes=minutes,
-            tasks=wave.tasks,
-        )
-
-
-def _train_script(part: Sweep, nodes: int) -> Iterator[Script]:
-    title, minutes = f"train, N={nodes}, 1 task", part.cluster.train_minutes
-    yield from script_of(part.launcher, title, stage="train", nodes=nodes, minutes=minutes, tasks=1)
+def _scripts(part: Sweep, stage: str, nodes: int, tasks: int = 1) -> Iterator[Script]:
+    cluster = part.cluster
+    minutes = cluster.train_minutes if stage == "train" else cluster.profile_minutes
+    title = f"{stage}, N={nodes}, {plural(tasks, 'task')}"
+    return script_of(part.launcher, title, stage=stage, nodes=nodes, minutes=minutes, tasks=tasks)

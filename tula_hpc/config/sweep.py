@@ -242,34 +242,29 @@ def check_together(
         message = f"{sweep.search.min_batch} is above {_samples(sweep)}; lower it"
         raise InputError(message, source=sweep_file, key="search.min_batch")
     for part in parts:
-        _check_bounds(sweep.search, part, sweep_file)
-        _check_accumulation(sweep, part, sweep_file)
+        _check_candidates(sweep, part, sweep_file)
 
 
-def _check_accumulation(sweep: SweepSpec, part: ClusterSpec, sweep_file: Path | str) -> None:
-    search, accumulation = sweep.search, sweep.workload.accumulation
+def _check_candidates(sweep: SweepSpec, part: ClusterSpec, sweep_file: Path | str) -> None:
+    search = sweep.search
+    accumulation = sweep.workload.accumulation
     for nodes in cluster_sizes(search, part):
-        least = local_batches(search, nodes, part.workers_per_node)[0]
-        if least < accumulation:
-            workers = nodes * part.workers_per_node
-            message = (
-                f"{plural(least, 'sample')} on each of {plural(workers, 'worker')} cannot be taken "
-                f"in {accumulation} parts; expected at most {least}, or search.min_batch = "
-                f"{workers * accumulation}"
-            )
-            raise InputError(message, source=sweep_file, key="workload.accumulation")
-
-
-def _check_bounds(search: SearchSpec, part: ClusterSpec, sweep_file: Path | str) -> None:
-    for nodes in cluster_sizes(search, part):
-        if not local_batches(search, nodes, part.workers_per_node):
-            workers = nodes * part.workers_per_node
+        workers = nodes * part.workers_per_node
+        batches = local_batches(search, nodes, part.workers_per_node)
+        if not batches:
             message = (
                 f"no batch between {search.min_batch} and {search.max_batch} is a power of two "
                 f"times {workers}, the number of workers; widen the bounds, or take {nodes} out of "
                 "search.cluster_sizes"
             )
             raise InputError(message, source=sweep_file, key="search.min_batch")
+        if batches[0] < accumulation:
+            message = (
+                f"{plural(batches[0], 'sample')} on each of {plural(workers, 'worker')} cannot be "
+                f"taken in {accumulation} parts; expected at most {batches[0]}, or "
+                f"search.min_batch = {workers * accumulation}"
+            )
+            raise InputError(message, source=sweep_file, key="workload.accumulation")
 
 
 def _most_nodes(cluster: ClusterSpec) -> int:

@@ -7,9 +7,10 @@ package looks into an event: `RunHistory` answers questions about all events of 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from functools import cached_property
+from itertools import takewhile
 from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import (
@@ -243,6 +244,10 @@ class JobFailure(NamedTuple):
     stop: StopReason | None = None
 
 
+def _last_of(events: Sequence[Event], *names: EventName) -> Event | None:
+    return next((event for event in reversed(events) if event.event in names), None)
+
+
 def _failure_in(event: Event) -> JobFailure:
     return JobFailure(event.failure, event.detail, EndData.of(event).stop)
 
@@ -256,9 +261,6 @@ class JobEvents(Record):
     def _named(self, name: EventName) -> list[Event]:
         return [event for event in self.events if event.event == name]
 
-    def _last(self, name: EventName) -> Event | None:
-        return next(reversed(self._named(name)), None)
-
     @property
     def has_finished(self) -> bool:
         """Tell whether the job has reported that its work is done."""
@@ -267,13 +269,13 @@ class JobEvents(Record):
     @property
     def end(self) -> Event | None:
         """The job's end, recorded by the command that handled it, if any."""
-        return self._last("ended")
+        return _last_of(self.events, "ended")
 
     @property
     def memory_failure(self) -> Failure | None:
         """The recorded out-of-memory failure of this job, on the device or on the host, if any."""
-        failures = [event.failure for event in self._named("oom") if event.failure]
-        return failures[-1] if failures else None
+        failures = (event.failure for event in reversed(self._named("oom")) if event.failure)
+        return next(failures, None)
 
     @property
     def met_broken_device(self) -> bool:
@@ -283,7 +285,7 @@ class JobEvents(Record):
     @property
     def own_failure(self) -> JobFailure | None:
         """The last failure that the job itself reported, if any."""
-        failed = self._last("failed")
+        failed = _last_of(self.events, "failed")
         return _failure_in(failed) if failed else None
 
     @property
@@ -446,11 +448,8 @@ class RunHistory:
 
     def control_failure(self) -> str:
         """Return why the last controller that ended could not go on, "" if it could."""
-        ends = (e for e in reversed(self.events) if (e.event, e.stage) == ("ended", CONTROL))
-        last = next(ends, None)
-        if last is None or last.failure is None:
-            return ""
-        return last.detail
+        last = _last_of([e for e in self.events if e.stage == CONTROL], "ended")
+        return last.detail if last and last.failure else ""
 
     def job(self, job_id: str) -> JobEvents:
         """Return the events of a job."""
@@ -567,12 +566,7 @@ class RunHistory:
                 starts.append(begun.get(event.job_id, 0))
             elif event.event == "ended":
                 starts = []
-        count = 0
-        for start in reversed(starts):
-            if start != starts[-1]:
-                break
-            count += 1
-        return count
+        return len(list(takewhile(lambda start: start == starts[-1], reversed(starts))))
 
     def restarts(self, label: str) -> int:
         """Count the restarts of a training, from a checkpoint or from the start."""
@@ -585,8 +579,7 @@ class RunHistory:
 
     def last_restart(self, label: str) -> Restart | None:
         """Return the last restart of a training; None if there was none."""
-        resumed = (e for e in reversed(self.of_training(label)) if e.event == "resumed")
-        last = next(resumed, None)
+        last = _last_of(self.of_training(label), "resumed")
         if last is None:
             return None
         reached = dict(ProgressData.of(last))
@@ -603,17 +596,13 @@ class RunHistory:
 
     def drift(self) -> DriftData | None:
         """Return the present drift of the last job; None while its steps are as predicted."""
-        for event in reversed(self.events):
-            if event.event in ("recovered", "resumed", "submitted"):
-                return None
-            if event.event == "drifted":
-                return _drift_of(event)
-        return None
+        last = _last_of(self.events, "drifted", "recovered", "resumed", "submitted")
+        return _drift_of(last) if last and last.event == "drifted" else None
 
     def last_drift(self, label: str) -> DriftData | None:
         """Return the last drift of a training, even if it is over; None if there was none."""
-        drifted = (e for e in reversed(self.of_training(label)) if e.event == "drifted")
-        return next(map(_drift_of, drifted), None)
+        last = _last_of(self.of_training(label), "drifted")
+        return _drift_of(last) if last else None
 
     def seconds_to_end(self) -> float | None:
         """Return the seconds from a training's end to its job's end; None if not recorded."""
@@ -659,37 +648,26 @@ class RunHistory:
 
     def samples_seen(self) -> list[tuple[EventName, int]]:
         """Return the events of trainings with the samples seen until then, if recorded."""
-        seen_at: list[tuple[EventName, int]] = []
-        for event in self.events:
-            if event.stage == "train" and "samples_seen" in event.data:
-                seen = ProgressData.of(event).samples_seen
-                if seen is not None:
-                    seen_at.append((event.event, seen))
-        return seen_at
+        told = (e for e in self.events if e.stage == "train" and "samples_seen" in e.data)
+        seen_at = ((event.event, ProgressData.of(event).samples_seen) for event in told)
+        return [(name, seen) for name, seen in seen_at if seen is not None]
 
     def save_costs(self) -> list[tuple[float, float]]:
         """Return Unix time and cost in seconds of each checkpoint whose cost was measured."""
-        costs = []
-        for event in self.events:
-            if event.event == "checkpoint":
-                cost_s = CheckpointData.of(event).cost_s
-                if cost_s is not None:
-                    costs.append((event.time, cost_s))
-        return costs
+        saves = (event for event in self.events if event.event == "checkpoint")
+        costs = ((event.time, CheckpointData.of(event).cost_s) for event in saves)
+        return [(time, cost_s) for time, cost_s in costs if cost_s is not None]
 
     def detached(self) -> Detached | None:
         """Return when the run was last detached, and for which stages."""
-        for event in reversed(self.events):
-            if event.event == "detached":
-                return Detached(event.time, DetachedData.of(event).until)
-        return None
+        last = _last_of(self.events, "detached")
+        return Detached(last.time, DetachedData.of(last).until) if last else None
 
     def is_taken_over(self) -> bool:
         """Tell whether a command that stays has taken over from the controllers."""
-        for event in reversed(self.events):
-            if event.stage == CONTROL and event.event in ("detached", "ended"):
-                return DetachedData.of(event).taken_over
-        return False
+        control = [event for event in self.events if event.stage == CONTROL]
+        last = _last_of(control, "detached", "ended")
+        return last is not None and DetachedData.of(last).taken_over
 
     def stage_failure(self) -> Event | None:
         """Return a stage's failure, not that of one of its jobs, if it is the last event.
