@@ -101,16 +101,13 @@ def length_of(loader: Any) -> int | None:
 
 
 class LoaderPass:
-    """One pass over the batches of a torch loader, with the facts that its iterator shows.
+    """One pass over the batches of a torch loader; of any other iterator nothing is known.
 
     Attributes:
         size: Items in a full batch; 0 if batches have no fixed size.
         drawn: Samples that the sampler draws in an epoch; 0 if unknown or endless.
         given_out: Samples that the pass gives out, a shorter last batch included. None if such a
             batch is left out or this is unknown; `sys.maxsize` if only the number is unknown.
-
-    Args:
-        iterator: Iterator of a torch loader. Nothing is known about any other iterator.
     """
 
     def __init__(self, iterator: object) -> None:
@@ -136,10 +133,7 @@ class LoaderPass:
     def epoch(self, samples: int, batch: int, workers: int) -> tuple[int, int]:
         """Return the samples of an epoch over all workers, and the fewest that make its last step.
 
-        Args:
-            samples: Samples of an epoch according to the sweep file.
-            batch: Fewest samples that make a step if only full batches are given out.
-            workers: Number of workers, each of which makes such a pass.
+        `samples` are the sweep file's; full batches alone make a step of at least `batch` samples.
         """
         if self.given_out is None:
             # a sampler of the script's own may fill its last batches up, by less than a step
@@ -148,14 +142,9 @@ class LoaderPass:
         return min(samples, self.given_out * workers), 1
 
     def items_in(self, batch: object, count: int) -> int:
-        """Count the items in a batch, which its tensors need not show: graphs are joined into one.
+        """Count the items in the last of the `count` batches given out so far; 0 if unknown.
 
-        Args:
-            batch: The batch that was given out last.
-            count: Batches given out so far, this one included.
-
-        Returns:
-            The number of items, 0 if it is unknown.
+        Its tensors need not show them: graphs are joined into one.
         """
         size = self.size
         if not self._is_collated or not size:

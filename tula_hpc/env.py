@@ -342,10 +342,7 @@ def outside_of_job(given: Collection[str] = ()) -> Iterator[None]:
     sbatch exports its environment, and srun in the new job would take the old job's memory or CPUs
     for its own, or hide the workers' variables, as SRUN_EXPORT_ENV may say. If an SBATCH_* variable
     contradicts the script, sbatch follows the variable, so only the user's account, partition and
-    the like stay, unless `given`.
-
-    Args:
-        given: Names of sbatch's options that the script sets.
+    the like stay, unless they are among the options that the script sets (`given`).
     """
     wanted = {f"SBATCH_{name.upper()}" for name in USERS_DEFAULTS if name not in given}
     kept = {"SLURM_CONF", "SLURM_CLUSTERS", *wanted}

@@ -159,13 +159,8 @@ def whole_file(
 
     Readers see the old file or the new one, mode 0600, never half of one. The file is not memory
     mapped, so a full disk is an error, not a SIGBUS. If the block or the check raises, `path` stays
-    as it is.
-
-    Args:
-        path: The file to replace.
-        prefix: Prefix of the name under which the file is written, in the same folder.
-        suffix: Suffix of that name.
-        check: Called right before the rename, as writing may take minutes.
+    as it is. Prefix and suffix are of the name under which the file is written, in the same folder;
+    `check` is called right before the rename, as writing may take minutes.
     """
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=prefix, suffix=suffix)
     try:

@@ -96,13 +96,8 @@ def duration_within(seconds: float, low: float, high: float, reference: float | 
     """Format seconds with the digits that an interval justifies: 152 in 138 to 168 → "2 min 30 s".
 
     Below ten seconds these are two at least, so that other places do not seem to contradict them.
-
-    Args:
-        seconds: The duration, or an end of the interval.
-        low: Lower end.
-        high: Upper end.
-        reference: Seconds that `format_duration` shows next to the interval. Rounding never moves
-            an end of the interval past them: more digits are taken instead.
+    `reference` is a time that `format_duration` shows next to the interval: rounding never moves an
+    end of the interval past it, but takes more digits instead.
     """
     half = (high - low) / 2
     if half <= 0 or not math.isfinite(half + seconds):
@@ -398,9 +393,7 @@ def _named_output() -> Iterator[None]:
 class _PrintableStream:
     """Stream for people: its text is cleaned, and shown in whatever encoding the stream has.
 
-    Args:
-        stream: Where the text goes.
-        most: Number of characters shown of each line; None: all.
+    Of each line `most` characters are shown; None: all.
     """
 
     def __init__(self, stream: TextIO, most: int | None) -> None:

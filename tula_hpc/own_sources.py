@@ -89,10 +89,9 @@ class _Module(NamedTuple):
 
 
 def own_sources(entry_points: Iterable[str]) -> dict[str, Path]:
-    """Return the user's own files behind these functions, by path below their folder.
+    """Return the user's own files behind these entry points, by path below their folder.
 
-    Args:
-        entry_points: "package.module:function", a module's name, or the path of a script.
+    Each is "package.module:function", a module's name, or the path of a script.
     """
     todo: list[_Module] = []
     for entry in entry_points:

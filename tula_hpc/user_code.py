@@ -82,12 +82,9 @@ _CALLERS = (
 
 @contextlib.contextmanager
 def blamed(key: str, words: str, hint: str | Callable[[BaseException], str] = "") -> Iterator[None]:
-    """Turn any exception of the block into one line for the user.
+    """Turn any exception of the block into one line for the user: `words`, its message, the hint.
 
-    Args:
-        key: Key of the sweep file.
-        words: Text before the exception's message.
-        hint: Text after that message, or a function that returns the text for an exception.
+    `key` is the sweep file's; a hint may be a function that returns the text for an exception.
 
     Raises:
         InputError: For any exception that may be a mistake, see `is_mistake`.

@@ -132,12 +132,9 @@ class SweepSpec(Spec):
         return int(scales or self.training.method == "adascale")
 
     def updates_per_epoch(self, steps: int) -> float:
-        """Return the mean number of AGS's scale updates per epoch that cost an extra pass.
+        """Return the mean number of AGS's scale updates per epoch, of `steps`, with an extra pass.
 
         The first pass comes after a whole interval, and none comes after the last step.
-
-        Args:
-            steps: Steps of an epoch.
         """
         options = self.training.ags
         epochs = self.workload.epochs

@@ -299,11 +299,8 @@ _OUTSIDE = {
 def check_script(training: TrainingSpec, *, scales: bool, of_study: bool) -> None:
     """Refuse keys of `[training]` that cannot act on a training script from outside.
 
-    Args:
-        training: The table.
-        scales: True if the script's arguments hold {lr_scale}, a factor of its learning rate.
-        of_study: True if other columns of a study have the same arguments, so that the factor may
-            be 1 for this one.
+    It `scales` if its arguments hold {lr_scale}, a factor of its learning rate. The factor may be 1
+    in a column `of_study`, as other columns have the same arguments.
     """
     method = training.method
     if method in _OUTSIDE:

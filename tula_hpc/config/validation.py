@@ -100,11 +100,9 @@ VALUE = "a value that is not shown"
 
 
 def is_hidden(key: Sequence[str]) -> bool:
-    """Tell whether the value of a key is never shown.
+    """Tell whether the value of a key, given in parts, is never shown.
 
-    Args:
-        key: The parts of the dotted key; for a key of a partition: "partitions", the partition's
-            name, and the key.
+    The parts of a partition's key are "partitions", the partition's name, and the key.
     """
     # a partition's name may hold dots and thus be several parts
     own = key[2:] if key and key[0] == PARTITIONS else key[:1]
@@ -316,13 +314,8 @@ def known_or_entry_point(
 ) -> str:
     """Return the value if it is one of the known names or a user's "package.module:function".
 
-    Args:
-        value: Name to check.
-        known: Names of this package.
-        what: Kind of the named thing, with its article, for messages.
-        called_with: Names of the arguments that the function will be called with.
-        context: Of the validation. The function is looked up unless `check_paths` is False;
-            `sweep_folder` is the folder of the sweep file.
+    Messages call it `what`. The function is looked up unless `check_paths` of the validation's
+    context is False, and has to take the arguments `called_with`.
 
     Raises:
         ValueError: It is neither, or the function does not exist or takes other arguments.

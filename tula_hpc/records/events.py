@@ -391,11 +391,9 @@ class Restart(ProgressData):
 
 
 class RunHistory:
-    """History of a run, from the events in events.jsonl.
+    """History of a run, from the events in events.jsonl, in the order of the file.
 
-    Args:
-        events: In the order of the file. A scheduler may reuse job ids: an event belongs to the
-            latest submission with its id.
+    A scheduler may reuse job ids: an event belongs to the latest submission with its id.
     """
 
     def __init__(self, events: Iterable[Event]) -> None:
@@ -507,14 +505,9 @@ class RunHistory:
     def times_continued(self, label: str, job_id: str, since: float, asked: EventName) -> int:
         """Count how often a training has gone on by itself, up to the present job.
 
-        Counted are this command's jobs for the training, without the first, and the requeues that
-        they asked for. Requeues by Slurm itself do not count.
-
-        Args:
-            label: Name of the training.
-            job_id: The present job.
-            since: Unix time at which the command began that submitted the job.
-            asked: Name of the event of a job that asks for its requeue.
+        Counted are this command's jobs for the training, those since it began (Unix time) without
+        the first, and the requeues that they `asked` for, by the name of that event. Requeues by
+        Slurm itself do not count.
         """
         jobs = {job_id, *self._submitted_for(label, since)}
         events = self.of_training(label)

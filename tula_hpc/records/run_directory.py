@@ -167,10 +167,7 @@ class RunDirectory:
         rooms = (self.slurm, self.profile, self.root / "train", self.report)
         left = [room for room in rooms if room.is_dir() and any(room.iterdir())]
         documents = [
-            self.events_file,
-            self.trial_file,
-            self.accounting_file,
-            self.notifications_file,
+            self.events_file, self.trial_file, self.accounting_file, self.notifications_file
         ]
         documents += self.root.glob("footprint*.json")
         documents = [path for path in documents if path.exists()]
@@ -436,15 +433,12 @@ class Holder(NamedTuple):
         return f"process {self.process} on {self.host}" if self.host else "a command"
 
 
-NOBODY = Holder(0, "", False)
-
-
 def holder_of(lock_file: Path) -> Holder:
     """Return who works on the run directory of a lock file, as far as this machine can see."""
     try:
         descriptor = os.open(lock_file, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
-        return NOBODY
+        return Holder(0, "", False)
     except PermissionError:
         # the file is someone else's, but the kernel's list still shows whether it is locked
         return Holder(0, "", _is_listed(lock_file.stat(), 0) or None)
