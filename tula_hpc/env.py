@@ -250,10 +250,20 @@ def job_started_at() -> float:
 
 
 def _process_started_at() -> float:
-    # the 22nd field of /proc/self/stat, in clock ticks since boot; the 2nd may hold blanks
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    # the 22nd field, in clock ticks since boot
+    ticks = int(process_fields("self")[19])
     since_boot_s = time.clock_gettime(time.CLOCK_BOOTTIME)
     return unix_time() - (since_boot_s - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def process_fields(pid: int | str) -> list[str]:
+    """Return the fields of /proc/PID/stat (man 5 proc), from the third on; none if it has ended."""
+    try:
+        line = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return []
+    # the second field, the command's name, may hold blanks and brackets
+    return line.rpartition(")")[2].split()
 
 
 def restart_count() -> int:

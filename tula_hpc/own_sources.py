@@ -153,8 +153,8 @@ def _with_parents(folder: Path, name: str) -> list[_Module]:
 def _imported(module: _Module) -> Iterator[str]:
     """Yield the imported names that may be modules; nothing if the module cannot be parsed."""
     try:
-        tree = ast.parse(module.path.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError):
+        tree = parsed(module.path)
+    except ValueError:
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -205,6 +205,20 @@ class Source(NamedTuple):
     takes: dict[str, ast.arguments]
 
 
+def parsed(path: Path) -> ast.Module:
+    """Parse a source file, as bytes, since it may name its encoding.
+
+    Raises:
+        ValueError: The file cannot be read, or is not valid Python.
+    """
+    try:
+        return ast.parse(path.read_bytes(), path.name)
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from None
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise ValueError(f"is not valid Python: {error}") from None
+
+
 def find_source(module: str) -> Source | None:
     """Return the source of a module, None if there is no such module.
 
@@ -222,13 +236,10 @@ def source_of(path: Path) -> Source:
         ValueError: The source cannot be read, or is not valid Python.
     """
     try:
-        # as bytes, since the source may name its encoding
-        body = ast.parse(path.read_bytes(), path.name).body
-        names = list(_bound_names(body))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except (SyntaxError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid Python: {error}") from None
+        body = parsed(path).body
+    except ValueError as error:
+        raise ValueError(f"{path} {error}") from None
+    names = list(_bound_names(body))
     plain = [node for node in body if isinstance(node, ast.FunctionDef) and not node.decorator_list]
     takes = {node.name: node.args for node in plain if names.count(node.name) == 1}
     return Source(path, set(names), takes)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from tula_hpc.env import is_of_this_slurm_job
+from tula_hpc.env import is_of_this_slurm_job, process_fields
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import format_bytes, listed
 
@@ -94,12 +94,8 @@ def _status(field: str) -> int:
 
 def parent_of(pid: int) -> int:
     """Return the id of a process's parent; 0 if it has ended."""
-    try:
-        line = (PROC / str(pid) / "stat").read_text()
-    except OSError:
-        return 0
-    # the 4th field of man 5 proc; the 2nd may hold spaces and brackets
-    return int(line.rpartition(")")[2].split()[1])
+    fields = process_fields(pid)
+    return int(fields[1]) if fields else 0
 
 
 def descendants(pid: int | str) -> Iterator[int]:
@@ -129,16 +125,10 @@ def _private(pid: int) -> int:
     return 1024 * sum(map(int, sizes_kib))
 
 
-def _processor_s(pid: int | str) -> float:
-    try:
-        line = (PROC / str(pid) / "stat").read_text()
-    except OSError:
-        # the process ended meanwhile
-        return 0.0
-    # man 5 proc: utime and stime are fields 14 and 15, and fields 16 and 17 for children that have
-    # ended, as a fork server's have; field 2, the command's name, may hold spaces and brackets
-    fields = line.rpartition(")")[2].split()
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+def _processor_s(pid: int) -> float:
+    # utime and stime are fields 14 and 15, and fields 16 and 17 for children that have ended, as a
+    # fork server's have
+    return sum(map(int, process_fields(pid)[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 # torch raises a plain RuntimeError when the host's allocator fails

@@ -28,6 +28,7 @@ from tula_hpc.init.syntax import (
     saved_in,
     value_of,
 )
+from tula_hpc.own_sources import parsed
 
 
 class Option(NamedTuple):
@@ -177,13 +178,7 @@ def read_options(path: Path, *, takes_keys: bool = False) -> ScriptOptions:
     Raises:
         ValueError: The script cannot be read, or is not valid Python.
     """
-    try:
-        # bytes, because the source may declare its own encoding
-        tree = ast.parse(path.read_bytes(), path.name)
-    except OSError as error:
-        raise ValueError(f"cannot be read: {error.strerror}") from None
-    except (SyntaxError, ValueError, RecursionError) as error:
-        raise ValueError(f"is not valid Python: {error}") from None
+    tree = parsed(path)
     declared = [*_declared(tree), *_made(tree), *_of_configurator(tree)]
     if takes_keys or _takes_keys(tree):
         declared += _of_config(tree)

@@ -14,14 +14,9 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from tula_hpc.config import ClusterSpec, SweepSpec, load_frozen_cluster, load_frozen_sweep
-from tula_hpc.env import unix_time
+from tula_hpc.env import process_fields, unix_time
 from tula_hpc.errors import InputError
-from tula_hpc.files import (
-    MEASUREMENTS_GONE,
-    PLAN_WITHOUT_MEASUREMENTS,
-    has_no_room,
-    open_regular,
-)
+from tula_hpc.files import MEASUREMENTS_GONE, PLAN_WITHOUT_MEASUREMENTS, has_no_room, open_regular
 from tula_hpc.launch.diagnosis import informative_line, read_logs
 from tula_hpc.launch.job_files import Submitted
 from tula_hpc.launch.launcher import NOTICE
@@ -200,12 +195,8 @@ def _is_stopped(holder: Holder) -> bool:
     """Tell whether a command of this machine holds the lock and is stopped, as by Ctrl-Z."""
     if not holder.alive or holder.host != os.uname().nodename:
         return False
-    try:
-        stat = Path(f"/proc/{holder.process}/stat").read_text()
-    except OSError:
-        return False
-    # man 5 proc: the state follows the command's name in brackets, which may hold brackets, too
-    return stat.rpartition(")")[2].split()[0] == "T"
+    # the first field is the state
+    return process_fields(holder.process)[:1] == ["T"]
 
 
 def _changed_at(run: RunDirectory) -> float:
