@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from tula_hpc.check.__main__ import _as_text, main
+from tula_hpc.check.__main__ import main
 from tula_hpc.check.network_verdicts import bus_rate, judge_network
+from tula_hpc.check.partition_check import _as_text
 from tula_hpc.check.rank_verdicts import judge_job, slow_ranks
 from tula_hpc.check.reports import (
     AllReduce,

@@ -6,10 +6,33 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tula_hpc.analysis.costs.training_bill import TrainingBill
 from tula_hpc.analysis.costs.usage import describe_profiling, job_runs
+from tula_hpc.analysis.planning.partitions import name_of
+from tula_hpc.analysis.report.bill_text import bill_of, bill_sentences, promised_amounts, steps_off
 from tula_hpc.analysis.report.output import GAP, TextColumn, add_columns
+from tula_hpc.analysis.report.plan_text import (
+    alternatives,
+    expectation,
+    progress_sentences,
+    too_close_to_call,
+    unmeasured,
+    without_price,
+)
+from tula_hpc.analysis.report.tables import TextTable, summary_rows, summary_table
+from tula_hpc.analysis.report.text import used_by_profiling
+from tula_hpc.analysis.run_contents import (
+    SMALLER_STEPS,
+    Training,
+    learned_nothing,
+    read_run,
+    training_of,
+)
 from tula_hpc.cli.options import STAGES
 from tula_hpc.errors import StageError, TulaError
 from tula_hpc.files import PLAN_WITHOUT_MEASUREMENTS, read_bounded
@@ -23,14 +46,7 @@ from tula_hpc.formatting import (
     printable,
     with_own_escapes,
 )
-from tula_hpc.records import (
-    MAIN_LABEL,
-    Measurement,
-    Plan,
-    TrainResult,
-    grouped,
-    read_metrics,
-)
+from tula_hpc.records import MAIN_LABEL, Measurement, Plan, TrainResult, grouped, read_metrics
 from tula_hpc.records.events import setup_failures
 from tula_hpc.records.training import NOT_FINITE
 from tula_hpc.stages.batches_that_fit import out_of_memory
@@ -41,12 +57,6 @@ from tula_hpc.stages.profile import profile_stage
 from tula_hpc.stages.rehearsal import try_before_jobs, warn_of_sources
 from tula_hpc.stages.study import study_stage
 from tula_hpc.stages.train import train_stage, unmatched_metric
-
-if TYPE_CHECKING:
-    from tula_hpc.analysis.costs.training_bill import TrainingBill
-    from tula_hpc.analysis.report.tables import TextTable
-    from tula_hpc.analysis.run_contents import Training
-
 
 # columns of the summary if the output is no terminal
 SUMMARY_WIDTH = 140
@@ -71,12 +81,6 @@ def print_summary(
     passes: int | None = None,
 ) -> None:
     """Print the summary table and the cost of profiling; see `report.tables.summary_rows`."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from tula_hpc.analysis.report.tables import summary_rows, summary_table
-
     console = Console(file=with_own_escapes(sys.stdout), highlight=False, markup=False)
     console.width = console.width if console.is_terminal else SUMMARY_WIDTH
     content = summary_table(
@@ -167,7 +171,7 @@ def _run_stages(sweep: Sweep, last: int) -> int:
         _say_end(sweep, plan, result, is_cost_shown=has_profiled)
         return 0
     trained = _trained(sweep, result)
-    _say_bill(_bill(sweep, plan, trained))
+    _say_bill(bill_of(plan, sweep.run.events(), trained))
     _warn_of_scores(sweep, trained)
     print("\n".join([*_steps_off(sweep, plan, trained), *_model_lines(sweep)]))
     return 0
@@ -264,10 +268,6 @@ def _decision(plan: Plan, result: TrainResult, bill: TrainingBill | None) -> str
 
 def _cost(sweep: Sweep, plan: Plan, bill: TrainingBill | None) -> str:
     """Describe the cost of training and profiling, by the plan's price of a node-second."""
-    from tula_hpc.analysis.report.bill_text import promised_amounts
-    from tula_hpc.analysis.report.text import used_by_profiling
-    from tula_hpc.analysis.run_contents import read_run
-
     chosen = plan.chosen
     used = used_by_profiling(read_run(sweep.run))
     spent = sum(seconds * _price_s(plan, partition) for partition, seconds in used.items())
@@ -299,7 +299,7 @@ def _say_summary(
 ) -> TrainingBill | None:
     # the table is about the chosen partition only
     here = trained.partition in (None, plan.chosen.partition)
-    bill = _bill(sweep, plan, trained)
+    bill = bill_of(plan, sweep.run.events(), trained)
     print_summary(
         plan,
         sweep.run.measurements().records,
@@ -315,28 +315,16 @@ def _say_summary(
 
 
 def _trained(sweep: Sweep, result: TrainResult) -> Training:
-    from tula_hpc.analysis.run_contents import training_of
-
     metrics = read_metrics(sweep.run.train().metrics_file)
     return training_of(MAIN_LABEL, metrics, result, sweep.run.history(), sweep.run.accounts())
 
 
-def _bill(sweep: Sweep, plan: Plan, trained: Training) -> TrainingBill | None:
-    from tula_hpc.analysis.report.bill_text import bill_of
-
-    return bill_of(plan, sweep.run.events(), trained)
-
-
 def _steps_off(sweep: Sweep, plan: Plan, trained: Training) -> list[str]:
-    from tula_hpc.analysis.report.bill_text import steps_off
-
     found = steps_off(plan, sweep.run.events(), trained)
     return [f"off the plan: {sentence.removesuffix('.')}" for sentence in found]
 
 
 def _say_bill(bill: TrainingBill | None) -> None:
-    from tula_hpc.analysis.report.bill_text import bill_sentences
-
     if bill is None:
         return
     for sentence in bill_sentences(bill):
@@ -345,8 +333,6 @@ def _say_bill(bill: TrainingBill | None) -> None:
 
 def _warn_of_scores(sweep: Sweep, trained: Training) -> None:
     """Warn of a training that has a result, but no scores, or that learned nothing."""
-    from tula_hpc.analysis.run_contents import SMALLER_STEPS, learned_nothing
-
     metrics = trained.metrics
     result = trained.result
     if words := unmatched_metric(sweep, metrics):
@@ -374,8 +360,6 @@ def _contents(path: Path) -> bytes:
 
 def _say_plan(sweep: Sweep, plan: Plan, *, is_new: bool = True) -> None:
     """Print the plan, in full only if it is new."""
-    from tula_hpc.analysis.planning.partitions import name_of
-    from tula_hpc.analysis.report.plan_text import too_close_to_call
 
     differs = list(plan.other_objective)
     if not differs and plan.objective != sweep.spec.objective.kind:
@@ -400,15 +384,6 @@ def _say_plan(sweep: Sweep, plan: Plan, *, is_new: bool = True) -> None:
 
 
 def _say_what_it_takes(sweep: Sweep, plan: Plan) -> None:
-    from tula_hpc.analysis.planning.partitions import name_of
-    from tula_hpc.analysis.report.plan_text import (
-        alternatives,
-        expectation,
-        progress_sentences,
-        unmeasured,
-        without_price,
-    )
-
     chosen = plan.chosen
     where = f" on {chosen.partition}" if chosen.partition else ""
     print(

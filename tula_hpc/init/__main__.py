@@ -29,15 +29,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from tula_hpc.command_errors import CommandParser, exit_code_of
+from tula_hpc.config import ClusterSpec, check_together, load_cluster, load_sweep
 from tula_hpc.errors import InputError, NotConfiguredError, NotStartedError
 from tula_hpc.files import write_out
 from tula_hpc.formatting import command_line, listed, plural, printable, printable_output
+from tula_hpc.init.cluster_file import cluster_file, local_cluster_file
+from tula_hpc.init.script_options import read_options
+from tula_hpc.init.sweep_file import Script, filled_in, required_keys, sweep_file, unknown_keys
 from tula_hpc.own_sources import find_module, trains_together
+from tula_hpc.records import write_atomically
 
 if TYPE_CHECKING:
-    from tula_hpc.config import ClusterSpec
     from tula_hpc.init.survey import Place, Survey
-    from tula_hpc.init.sweep_file import Script
 
 # links to the folders sweeps/ and slurm_templates/; an installed package has copies of them
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -149,9 +152,6 @@ def _write_examples(folder: Path) -> int:
 
 def _read_script(options: argparse.Namespace) -> Script:
     """Read the script and choose its sweep file, before Slurm is asked or anything is written."""
-    from tula_hpc.init.script_options import read_options
-    from tula_hpc.init.sweep_file import Script
-
     path: Path = options.script
     mistake = None
     if not path.is_file():
@@ -189,10 +189,8 @@ def _refuse_existing(target: Path, remedy: str, *, force: bool) -> None:
 
 def _cluster(options: argparse.Namespace) -> _Cluster:
     """Write the cluster file, unless there is a script and the file exists; return the cluster."""
-    from tula_hpc.config import load_cluster
-    from tula_hpc.init.cluster_file import cluster_file, local_cluster_file
+    # it imports what asks Slurm
     from tula_hpc.init.survey import survey_cluster
-    from tula_hpc.records import write_atomically
 
     target: Path = options.file
     has_script = options.script is not None
@@ -226,10 +224,6 @@ def _cluster(options: argparse.Namespace) -> _Cluster:
 
 
 def _write_sweep(script: Script, cluster: _Cluster) -> None:
-    from tula_hpc.config import check_together, load_sweep
-    from tula_hpc.init.sweep_file import filled_in, sweep_file
-    from tula_hpc.records import write_atomically
-
     text = sweep_file(script, cluster.spec)
     write_atomically(script.target, text)
     # check the file as the other commands will, with examples for the keys that are still unknown
@@ -255,8 +249,6 @@ def _chosen(survey: Survey, name: str | None) -> Place:
 
 def _as_json(cluster: _Cluster, script: Script | None) -> dict[str, object]:
     """Return the object that `--json` prints; the module's docstring describes it."""
-    from tula_hpc.init.sweep_file import required_keys, unknown_keys
-
     written = [cluster.file, *([script.target] if script else [])]
     return {
         "schema_version": 1,
@@ -329,8 +321,6 @@ def _next(cluster: _Cluster, script: Script | None) -> Iterator[str]:
 
 
 def _words(cluster: _Cluster, script: Script | None) -> Iterator[str]:
-    from tula_hpc.init.sweep_file import required_keys
-
     if cluster.place is not None:
         yield f"{cluster.file}: partition {_described(cluster.place)}."
     elif cluster.is_kept:
@@ -345,7 +335,9 @@ def _words(cluster: _Cluster, script: Script | None) -> Iterator[str]:
     yield from _notes(cluster, script)
     if cluster.others:
         yield "Other partitions (--partition NAME):"
-        yield from (f"  {_described(each)}{_reason(each)}" for each in cluster.others)
+        for each in cluster.others:
+            why = f": {each.refused}" if each.refused else ""
+            yield f"  {_described(each)}{why}"
     label = "Next"
     for line in _next(cluster, script):
         yield f"{label}: {line}"
@@ -366,12 +358,6 @@ def _described(place: Place) -> str:
     if place.is_default:
         parts.append("the default")
     return f"{place.partition.name} ({', '.join(parts)})"
-
-
-def _reason(place: Place) -> str:
-    if not place.refused:
-        return ""
-    return f": {place.refused}"
 
 
 if __name__ == "__main__":
