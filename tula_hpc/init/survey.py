@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import grp
 import os
@@ -225,8 +226,6 @@ def _obstacles(
 def _groups() -> set[str]:
     names = set()
     for number in {os.getgid(), *os.getgroups()}:
-        try:
+        with contextlib.suppress(KeyError):
             names.add(grp.getgrgid(number).gr_name)
-        except KeyError:
-            continue
     return names

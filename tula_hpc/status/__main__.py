@@ -96,11 +96,8 @@ def status_of(root: Path) -> RunStatus:
     facts = read_facts(RunDirectory(root))
     answer, accounted = ask(facts)
     status = describe(facts, answer, _rate_labels(facts), accounted)
-    failures = [
-        *status.failures[:-LOGS],
-        *(_with_log(facts, job) for job in status.failures[-LOGS:]),
-    ]
-    return status.model_copy(update={"failures": failures})
+    latest = [_with_log(facts, job) for job in status.failures[-LOGS:]]
+    return status.model_copy(update={"failures": [*status.failures[:-LOGS], *latest]})
 
 
 def ask(facts: Facts) -> tuple[Answer, dict[str, list[JobAccount]]]:
@@ -150,9 +147,8 @@ def _ask_slurm(facts: Facts) -> tuple[Answer, dict[str, list[JobAccount]]]:
         )
         return Answer(None, words), {}
     known = accounted or {}
-    return Answer(
-        active, last_states={job_id: runs[-1].state for job_id, runs in known.items()}
-    ), known
+    last_states = {job_id: runs[-1].state for job_id, runs in known.items()}
+    return Answer(active, last_states=last_states), known
 
 
 def _ask_accounting(facts: Facts) -> dict[str, list[JobAccount]] | None:

@@ -200,12 +200,9 @@ def _priced(facts: Facts, stage: str, use: _Use) -> StageCost:
     prices = {name: _price(facts, stage, name) for name in use.by_partition}
     known = {name: price for name, price in prices.items() if price is not None}
     costs = [use.by_partition[name] / HOUR_S * price for name, price in known.items()]
-    return StageCost(
-        node_hours=sum(use.by_partition.values()) / HOUR_S,
-        cost=sum(costs) if len(known) == len(prices) else None,
-        source=use.source,
-        queue_s=use.queue_s,
-    )
+    cost = sum(costs) if len(known) == len(prices) else None
+    node_hours = sum(use.by_partition.values()) / HOUR_S
+    return StageCost(node_hours=node_hours, cost=cost, source=use.source, queue_s=use.queue_s)
 
 
 def _price(facts: Facts, stage: str, partition: str) -> float | None:

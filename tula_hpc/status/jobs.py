@@ -164,7 +164,7 @@ def _status(job: Submission, end: _End | None, answer: Answer) -> JobStatus:
         failure=end.failure if end else None,
         detail=first_line(end.detail) if end else "",
     )
-    return known if end or answer.active is None else _as_scheduled(known, answer.active, answer)
+    return known if end else _as_scheduled(known, answer)
 
 
 def label_of(job: Submission) -> str:
@@ -178,8 +178,10 @@ def _what(configurations: Sequence[Configuration]) -> str:
     return str(configurations[0]) if configurations else ""
 
 
-def _as_scheduled(job: JobStatus, active: Mapping[str, JobState], answer: Answer) -> JobStatus:
-    state = active.get(job.job_id)
+def _as_scheduled(job: JobStatus, answer: Answer) -> JobStatus:
+    if answer.active is None:
+        return job
+    state = answer.active.get(job.job_id)
     if state is None or state.is_over:
         last = state.state if state else answer.last_states.get(job.job_id, "")
         return job.model_copy(update={"phase": JobPhase.OVER, "state": last})

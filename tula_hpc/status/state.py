@@ -59,10 +59,7 @@ def describe(
         words=words,
         exit_code=1 if parts.study and parts.study.failed else EXIT_CODES.get(state, 0),
         command=CommandStatus(
-            process=holder.process,
-            host=holder.host,
-            alive=holder.alive,
-            stopped=facts.is_stopped,
+            process=holder.process, host=holder.host, alive=holder.alive, stopped=facts.is_stopped
         ),
         detached=parts.detached,
         scheduler=SchedulerStatus(
@@ -88,11 +85,8 @@ def _parts(
 ) -> Parts:
     trainings = training_statuses(facts, jobs)
     study = _study(facts, trainings, jobs, rate_labels)
-    profile: ProfileStatus | None = None
-    training: TrainingStatus | None = None
-    if not facts.is_study:
-        profile = _profile(facts, jobs)
-        training = trainings.get(MAIN_LABEL)
+    profile = None if facts.is_study else _profile(facts, jobs)
+    training = None if facts.is_study else trainings.get(MAIN_LABEL)
     acting = _without_idle_guards(jobs)
     return Parts(facts, answer, acting, profile, training, study, _detached(facts, acting))
 
@@ -193,10 +187,9 @@ def _profile_stand(facts: Facts, all_jobs: Sequence[JobStatus], good: bool, bad:
         return "unknown"
     if is_at_work(facts, all_jobs):
         return "waiting"
-    stand: Stand = "stopped" if jobs or good else "none"
     if (bad or JobPhase.FAILED in phases) and not good:
-        stand = "failed"
-    return stand
+        return "failed"
+    return "stopped" if jobs or good else "none"
 
 
 def _went_on(facts: Facts) -> bool:

@@ -117,9 +117,7 @@ def _command(command: CommandStatus) -> str:
         return f"a command is at work: {who or 'its process is not known'}"
     if command.alive is None:
         return f"the last was {who or 'not known'}; whether it is at work cannot be seen from this machine"
-    if not who:
-        return "none is at work"
-    return f"none is at work; the last was {who}"
+    return f"none is at work; the last was {who}" if who else "none is at work"
 
 
 def _stages(status: RunStatus) -> Iterator[LabelledLine]:
@@ -160,9 +158,7 @@ def _profile(profile: ProfileStatus) -> str:
     if profile.failed:
         counts.append(f"{profile.failed} failed")
     stand = {
-        "none": "not begun",
-        "stopped": "not going on",
-        "unknown": "not over according to the files",
+        "none": "not begun", "stopped": "not going on", "unknown": "not over according to the files"
     }.get(profile.stand, profile.stand)
     parts = [f"{stand}: {', '.join(counts)}", plural(profile.jobs, "job")]
     if profile.left_s is not None:
