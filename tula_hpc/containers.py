@@ -73,8 +73,7 @@ def python_of(cluster: ClusterSpec, folders: Folders, run: Path, outside: str) -
         return shlex.quote(container.python)
     devices = ["--nv"] if cluster.device == "cuda" else []
     binds = [f"--bind={mount}" for mount in mounts_of(cluster, folders, run)]
-    where = [f"--pwd={Path.cwd()}"]
-    words = ["apptainer", "exec", *devices, *binds, *where, *container.options]
+    words = ["apptainer", "exec", *devices, *binds, f"--pwd={Path.cwd()}", *container.options]
     return shlex.join([*words, container.image, container.python])
 
 

@@ -121,8 +121,7 @@ def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
     opener = _without_waiting if follow else _without_link
     # the caller closes it; Path.open takes no opener
     file = open(path, "rb", opener=opener)  # noqa: SIM115
-    mode = os.fstat(file.fileno()).st_mode
-    if not stat.S_ISREG(mode):
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "expected a file, found a pipe or a device", str(path))
     return file
@@ -358,11 +357,9 @@ class HeldFolder:
     def is_lost(self) -> bool:
         """True if the name leads nowhere or to another folder; False while that is unknown."""
         try:
-            named = self.folder.stat()
-            held = os.fstat(self._descriptor)
+            return not os.path.samestat(self.folder.stat(), os.fstat(self._descriptor))
         except OSError as error:
             return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
-        return not os.path.samestat(named, held)
 
 
 @contextlib.contextmanager

@@ -82,8 +82,8 @@ def descendants_processor_s() -> float:
     waits for a file system uses no processor time. The kernel counts in hundredths of a second.
     """
     ended = os.times()
-    going = sum(map(_processor_s, descendants("self")))
-    return ended.children_user + ended.children_system + going
+    ended_s = ended.children_user + ended.children_system
+    return ended_s + sum(map(_processor_s, descendants("self")))
 
 
 def _status(field: str) -> int:

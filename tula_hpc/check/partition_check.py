@@ -139,8 +139,7 @@ class _Check:
         )
         folder = self.workload.data_dir
         if folder is not None:
-            readable = readable_here(folder)
-            self.verdicts.append(judge_data_here(folder, readable, self.looks_here))
+            self.verdicts.append(judge_data_here(folder, readable_here(folder), self.looks_here))
         try:
             (self.job,) = self.launcher.submit(
                 [self.task], stage="profile", nodes=self.nodes, minutes=MINUTES, patient=False

@@ -197,8 +197,7 @@ def _limits_in_force(cluster: ClusterSpec, site: Site) -> list[tuple[str, Limits
     names = {option_of(cluster, "qos"), partition.qos}
     limits += [(f"QOS {each.name}", each) for each in site.qos if each.name in names]
     if site.enforces_accounts and option_of(cluster, "account"):
-        own = _own_associations(cluster, site)
-        limits += [(f"account {each.account}", each) for each in own]
+        limits += [(f"account {each.account}", each) for each in _own_associations(cluster, site)]
     return limits
 
 
@@ -314,15 +313,14 @@ def _judge_hidden_peers(cluster: ClusterSpec) -> Iterator[Verdict]:
 def _judge_answers(site: Site) -> Iterator[Verdict]:
     for answer in site.answers:
         job = f"{answer.job} job of {plural(answer.nodes, 'node')} for {answer.minutes} minutes"
+        found = f"{job}: {answer.text}"
         if answer.accepted is None:
-            remedy = "run the check again when Slurm answers"
-            yield warning(Topic.SBATCH, f"{job}: {answer.text}", remedy)
+            yield warning(Topic.SBATCH, found, "run the check again when Slurm answers")
         elif answer.accepted:
-            yield ok(Topic.SBATCH, f"{job}: {answer.text}")
+            yield ok(Topic.SBATCH, found)
         else:
-            shown = f"{command_line('sweep', '--dry-run')} shows the script"
-            remedy = f"fix the cause; {shown}"
-            yield failed(Topic.SBATCH, f"{job}: {answer.text}", remedy)
+            remedy = f"fix the cause; {command_line('sweep', '--dry-run')} shows the script"
+            yield failed(Topic.SBATCH, found, remedy)
 
 
 def judge_data_here(folder: Path, readable: bool, needed: bool = True) -> Verdict:

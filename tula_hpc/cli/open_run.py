@@ -278,7 +278,7 @@ def _other_inputs(
             "was made without --cluster, on this machine; to measure on Slurm use another --run-dir"
         ]
     else:
-        what, remedy = _of_file(kind, refused, run) if kind else _without_cluster(run)
+        what, remedy = _of_file(kind, refused, run)
         lines = [
             f"{made} other inputs{what} now:",
             *in_lines(refused),
@@ -296,6 +296,9 @@ def _other_inputs(
 
 def _of_file(kind: str, refused: Changes, run: RunDirectory) -> tuple[str, str]:
     """Say in which file inputs differ, and the remedy up to another run directory."""
+    if not kind:
+        remedy = f"Add --cluster {shlex.quote(str(run.cluster_file))}; or use "
+        return ", and no cluster is given", remedy
     another = back = ""
     if ("name",) in refused:
         back = f", and add --run-dir {shlex.quote(str(run.root))}"
@@ -303,12 +306,6 @@ def _of_file(kind: str, refused: Changes, run: RunDirectory) -> tuple[str, str]:
         another = "another name in it, or "
     remedy = "Set them back in your file (or in this copy, if it was edited)"
     return f" than your {kind} file (or --set) has", f"{remedy}{back}; or use {another}"
-
-
-def _without_cluster(run: RunDirectory) -> tuple[str, str]:
-    """Say the same where no cluster file is given."""
-    remedy = f"Add --cluster {shlex.quote(str(run.cluster_file))}; or use "
-    return ", and no cluster is given", remedy
 
 
 def _when_free(run: RunDirectory) -> str:

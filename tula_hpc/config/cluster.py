@@ -253,7 +253,7 @@ _OF_WORKERS = frozenset({
 
 
 def _is_for_workers(option: str) -> bool:
-    name = option.replace("_", "-")
+    name = option.lstrip("-").partition("=")[0].replace("_", "-")
     return name.startswith(("gpu", "mem")) or name in _OF_WORKERS
 
 
@@ -408,12 +408,6 @@ class ClusterSpec(Spec):
         parts = self.parts()
         first = parts[0]
         own = next((part for part in parts if part.partition == self.controller_partition), first)
-        sbatch = {key: value for key, value in self.sbatch.items() if not _is_for_workers(key)}
-        srun_args = [
-            word
-            for word in self.srun_args
-            if not _is_for_workers(word.lstrip("-").partition("=")[0])
-        ]
         fields = {
             "device": "cpu",
             "partitions": (),
@@ -431,8 +425,8 @@ class ClusterSpec(Spec):
             "signal_delay_s": min(self.signal_delay_s, 30 * self.controller_minutes),
             "account": own.account,
             "qos": own.qos,
-            "sbatch": sbatch,
-            "srun_args": tuple(srun_args),
+            "sbatch": {key: self.sbatch[key] for key in self.sbatch if not _is_for_workers(key)},
+            "srun_args": tuple(word for word in self.srun_args if not _is_for_workers(word)),
         }
         return self.model_copy(update=fields)
 

@@ -29,6 +29,7 @@ from tula_hpc.config.validation import (
     is_hidden,
     line_of,
     nearest,
+    printable_part,
 )
 from tula_hpc.errors import InputError
 from tula_hpc.files import read_bounded
@@ -324,11 +325,7 @@ def _as_typed(override: str) -> str:
     value = override
     if is_hidden(key.strip().removeprefix("cluster.").split(".")):
         value = f"{key}={VALUE}"
-    if not value.isprintable():
-        value = ascii(value)
-    if len(value) > 100:
-        value = f"{value[:97]}..."
-    return f"{OPTION} {value}"
+    return f"{OPTION} {printable_part(value)}"
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -99,16 +99,13 @@ class SearchSpec(Spec):
 
     @model_validator(mode="after")
     def _ordered(self) -> SearchSpec:
-        if self.min_batch > self.max_batch:
-            raise ValueError(
-                f"min_batch: {self.min_batch} is above max_batch = {self.max_batch}; "
-                "lower it, or raise max_batch"
-            )
-        if self.min_steps > self.max_steps:
-            raise ValueError(
-                f"min_steps: {self.min_steps} is above max_steps = {self.max_steps}; "
-                "lower it, or raise max_steps"
-            )
+        for low, high in (("min_batch", "max_batch"), ("min_steps", "max_steps")):
+            least = getattr(self, low)
+            most = getattr(self, high)
+            if least > most:
+                raise ValueError(
+                    f"{low}: {least} is above {high} = {most}; lower it, or raise {high}"
+                )
         if self.nest and self.pack == "never":
             raise ValueError(
                 'nest: true measures everything in one job, which pack = "never" forbids; '

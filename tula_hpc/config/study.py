@@ -132,12 +132,8 @@ class StudySpec(Spec):
     def cells(self) -> list[StudyCell]:
         """Return every training once, seed by seed: the first seed already fills the table."""
         pairs = [(REFERENCE_COLUMN, self.small_batch)] if self.small_batch else []
-        for batch in self.batches:
-            pairs += [(column, batch) for column in self.columns]
-        cells: list[StudyCell] = []
-        for seed in self.seeds:
-            cells += [StudyCell(*pair, seed) for pair in dict.fromkeys(pairs)]
-        return cells
+        pairs += [(column, batch) for batch in self.batches for column in self.columns]
+        return [StudyCell(*pair, seed) for seed in self.seeds for pair in dict.fromkeys(pairs)]
 
 
 def check_accuracy(work: WorkloadSpec, study: StudySpec) -> None:

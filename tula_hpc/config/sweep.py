@@ -151,8 +151,7 @@ def study_column(sweep: SweepSpec, column: str, *, check_paths: bool = True) -> 
         ValidationError: A variant's value is invalid for its key.
     """
     tables = sweep.model_dump(mode="json", exclude_none=True, exclude={"study"})
-    overrides = sweep.study.overrides(column) if sweep.study else {}
-    for key, value in overrides.items():
+    for key, value in (sweep.study.overrides(column) if sweep.study else {}).items():
         section, _, last = key.partition(".")
         tables[section][last] = value
     context = {"check_paths": check_paths, "of_study": sweep.study is not None}
@@ -452,10 +451,8 @@ def _idle_by_others(sweep: SweepSpec) -> Iterator[tuple[str, str]]:
     else:
         yield "search.first_step_minutes", "only scripts use it; remove it"
     if work.is_script and "seed" not in work.placeholders:
-        yield (
-            "workload.seed",
-            "{seed} is in none of workload.arguments; put it there, or remove this",
-        )
+        why = "{seed} is in none of workload.arguments; put it there, or remove this"
+        yield "workload.seed", why
     if work.dataset in DATASETS and not DATASETS[work.dataset].on_disk:
         reason = f'dataset = "{work.dataset}" reads no folder'
         yield "workload.data_dir", f"{reason}; set workload.dataset, or remove this"

@@ -289,11 +289,7 @@ class TrainingSpec(Spec):
 # keys of [training] for what a training script does by itself; they would have no effect on it
 _SCRIPTS_OWN = ("layer_wise", "clip_norm", "warmup_epochs")
 _OF_LAYERS = "has a rate of its own for each layer"
-_OUTSIDE = {
-    "lars": _OF_LAYERS,
-    "lamb": _OF_LAYERS,
-    "polo": "averages models in place of gradients",
-}
+_OUTSIDE = {"lars": _OF_LAYERS, "lamb": _OF_LAYERS, "polo": "averages models in place of gradients"}
 
 
 def check_script(training: TrainingSpec, *, scales: bool, of_study: bool) -> None:

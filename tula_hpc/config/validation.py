@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 from tula_hpc.errors import InputError
 from tula_hpc.own_sources import can_be_given, find_module, find_source, module_files
@@ -233,11 +234,12 @@ def message_of(item: Mapping[str, Any]) -> str:
 
 def line_of(path: Path | str, location: Sequence[str], message: str) -> str:
     """Return one line for a mistake, "file: key: message"."""
-    key = ".".join(map(_printable_part, location))
+    key = ".".join(map(printable_part, location))
     return str(InputError(message, source=path, key=key))
 
 
-def _printable_part(part: str) -> str:
+def printable_part(part: str) -> str:
+    """Return text from an input file in a form that fits into a line of a message."""
     if not part or not part.isprintable():
         part = ascii(part)
     if len(part) > 100:
@@ -263,15 +265,16 @@ def valid_keys(kind: type[Spec], location: Sequence[str]) -> str:
 
 
 def _own_keys(kind: type[BaseModel], location: Sequence[str]) -> str:
-    sections = _sections_with(kind, location[-1])
+    tables = {name: _tables_of(field) for name, field in kind.model_fields.items()}
+    sections = [
+        name
+        for name, kinds in tables.items()
+        if any(location[-1] in each.model_fields for each in kinds)
+    ]
     for part in location[:-1]:
         # an index in a list of tables
-        if part.isdigit():
-            continue
-        annotation = kind.model_fields[part].annotation
-        for inner in (annotation, *get_args(annotation)):
-            if isinstance(inner, type) and issubclass(inner, BaseModel):
-                kind = inner
+        if not part.isdigit():
+            kind = [kind, *_tables_of(kind.model_fields[part])][-1]
     valid = list(kind.model_fields)
     # a misspelt key of this table, such as seed for seeds, is likelier than a key of another table
     is_slip = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.8)
@@ -281,15 +284,10 @@ def _own_keys(kind: type[BaseModel], location: Sequence[str]) -> str:
     return nearest(location[-1], valid) or f"; valid keys: {', '.join(valid)}"
 
 
-def _sections_with(kind: type[BaseModel], key: str) -> list[str]:
-    """Return the names of the tables that have this key."""
-    found = []
-    for name, field in kind.model_fields.items():
-        for inner in (field.annotation, *get_args(field.annotation)):
-            is_table = isinstance(inner, type) and issubclass(inner, BaseModel)
-            if is_table and key in inner.model_fields:
-                found.append(name)
-    return found
+def _tables_of(field: FieldInfo) -> list[type[BaseModel]]:
+    """Return the types of the tables that a field holds."""
+    kinds = (field.annotation, *get_args(field.annotation))
+    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
 
 
 def nearest(word: str, valid: Iterable[str], form: str = "{!r}") -> str:
