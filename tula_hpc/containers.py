@@ -80,10 +80,7 @@ def python_of(cluster: ClusterSpec, folders: Folders, run: Path, outside: str) -
 def srun_options(
     cluster: ClusterSpec, folders: Folders, run: Path, names: Sequence[str]
 ) -> list[str]:
-    """Return the srun options by which pyxis starts a container.
-
-    Variables in `names` override the image's own.
-    """
+    """Return pyxis's options of srun; variables in `names` override the image's own."""
     container = cluster.container
     if container is None or container.runtime != "pyxis":
         return []

@@ -375,10 +375,7 @@ def users_default(option: str) -> str:
 
 
 def gpus_as_here() -> str:
-    """Return a shell line that gives a job on this machine the GPUs of this process.
-
-    submitit would number them from 0.
-    """
+    """Return a shell line that gives a job here this process's GPUs: submitit counts from 0."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return "unset CUDA_VISIBLE_DEVICES"

@@ -1,7 +1,4 @@
-"""Verdicts of `tula_hpc.check` on its workers' reports: pure functions of the records of `reports`.
-
-Every threshold of a verdict has its reason above it.
-"""
+"""Verdicts of `tula_hpc.check` on its workers' reports: pure functions of the records of `reports`."""
 
 from __future__ import annotations
 

@@ -324,10 +324,7 @@ def _judge_answers(site: Site) -> Iterator[Verdict]:
 
 
 def judge_data_here(folder: Path, readable: bool, needed: bool = True) -> Verdict:
-    """Judge the workload's data folder, as the login node sees it.
-
-    `needed` is True if a sweep would read the folder here (search.estimate).
-    """
+    """Judge the data folder, as seen here; `needed`: a sweep would read it (search.estimate)."""
     if readable:
         return ok(Topic.DATA_HERE, f"{folder} can be read")
     found = f"{folder} cannot be read"

@@ -1,8 +1,4 @@
-"""Typed, validated inputs: one sweep file and one cluster file, both TOML.
-
-Every mistake becomes an `InputError` with one line per problem: the file, the dotted key, the
-mistake and the expected value.
-"""
+"""Typed, validated inputs: one sweep file and one cluster file, both TOML."""
 
 from tula_hpc.config.cluster import ClusterSpec, ContainerSpec, PartitionSpec, PricingSpec
 from tula_hpc.config.gpus import hidden_peers

@@ -124,10 +124,7 @@ class SweepSpec(Spec):
 
     @property
     def step_copies(self) -> int:
-        """Memory on top of a plain optimizer's step, in copies of the parameters.
-
-        Scaling updates needs one copy, of the parameters before the step.
-        """
+        """Copies of the parameters on top of a plain step: the old ones, if updates are scaled."""
         scales = self.training.method in ("ags", "static") and self.scale_applies_to == "update"
         return int(scales or self.training.method == "adascale")
 
@@ -394,10 +391,7 @@ _OF_TRIALS = ("search.estimate", "search.first_step_minutes")
 
 
 def idle_keys(sweep: SweepSpec) -> Iterator[tuple[str, str]]:
-    """Yield each dotted key that changes nothing, in a study in no column, with the reason.
-
-    A key with its default value counts as left out.
-    """
+    """Yield each dotted key that is not its default and changes nothing in any column, with why."""
     study = sweep.study
     if study is None:
         yield from _idle_in(sweep).items()
@@ -459,10 +453,7 @@ def _idle_by_others(sweep: SweepSpec) -> Iterator[tuple[str, str]]:
 
 
 def idle_reference(sweep: SweepSpec) -> Iterator[tuple[str, str]]:
-    """Yield the key of AGS's reference batch if no batch is larger, with the reason.
-
-    A study has its own batches and yields nothing.
-    """
+    """Yield the key of AGS's reference batch if no batch of the search is larger, with the reason."""
     given = sweep.training.small_batch
     largest = sweep.search.max_batch
     is_ags = sweep.study is None and sweep.training.method == "ags"

@@ -337,10 +337,7 @@ def known_or_entry_point(
 
 
 def _check_entry_point(value: str, called_with: Sequence[str], sweep_folder: Path | None) -> None:
-    """Refuse a function that its module's source does not define, or that takes other arguments.
-
-    The source is only read, because an import could import torch.
-    """
+    """Refuse a function that its module's source does not define, or that takes other arguments."""
     module, _, function = value.partition(":")
     if not _are_identifiers(module, function):
         raise ValueError(f'{value!r}: expected "package.module:function"')

@@ -1,7 +1,4 @@
-"""Text of a cluster file, for one partition or for this machine without Slurm.
-
-A comment on every value says where it comes from.
-"""
+"""Text of a cluster file, for a partition or this machine; comments say where values come from."""
 
 from __future__ import annotations
 

@@ -60,10 +60,7 @@ class StepTimes(Record):
 
     @property
     def drift(self) -> float:
-        """Return by what share steps were slower in the second half of rounds than in the first.
-
-        0 if scatter between rounds explains the difference, or if the halves were not recorded.
-        """
+        """Return by what share steps slowed in the second half of rounds; 0: by scatter, unknown."""
         halves = (self.first_half_s, self.second_half_s)
         known = [s for s in halves if s is not None and MOMENT_S < s < CREDIBLE_S]
         if len(known) < len(halves) or self.halves_scatter_s is None:

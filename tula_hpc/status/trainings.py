@@ -65,10 +65,7 @@ class TrainingStatus(Record):
 
 
 def training_statuses(facts: Facts, jobs: Iterable[JobStatus]) -> dict[str, TrainingStatus]:
-    """Return every training that was submitted or left files, by label.
-
-    Without those whose files were moved away, as a user does to train from the start.
-    """
+    """Return the trainings by label, except those moved away to train from the start."""
     of_label: dict[str, list[JobStatus]] = {}
     for job in jobs:
         if job.stage == "train":
