@@ -190,11 +190,9 @@ def exit_code_of(
 
 
 def _what_to_do(error: TulaError, options: argparse.Namespace) -> str:
-    if isinstance(error, StorageError) and error.is_folder_gone:
-        # nothing is kept, and the error says so
-        return ""
-    if isinstance(error, DivergedError):
-        # the error says what to change first
+    is_gone = isinstance(error, StorageError) and error.is_folder_gone
+    # the error itself says what to do
+    if is_gone or isinstance(error, DivergedError):
         return ""
     if isinstance(error, CancelledJobError):
         return "Run the same command again to go on; finished work is kept.\n"

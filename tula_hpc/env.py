@@ -241,19 +241,15 @@ def environment_of_script(place: Mapping[str, str]) -> dict[str, str]:
 
 def job_started_at() -> float:
     """Return the Unix time at which Slurm (since 22.05) started this job, else this process."""
-    started_at = _process_started_at()
+    # the 22nd field, in clock ticks since boot
+    ticks = int(process_fields("self")[19])
+    since_boot_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+    started_at = unix_time() - (since_boot_s - ticks / os.sysconf("SC_CLK_TCK"))
     reported = os.environ.get("SLURM_JOB_START_TIME") if _started_by_slurm() else None
     # prologs and the user's set-up take minutes; a longer time means that Slurm's clock differs
     if reported and 0.0 <= started_at - float(reported) <= LONGEST_START_S:
         return float(reported)
     return started_at
-
-
-def _process_started_at() -> float:
-    # the 22nd field, in clock ticks since boot
-    ticks = int(process_fields("self")[19])
-    since_boot_s = time.clock_gettime(time.CLOCK_BOOTTIME)
-    return unix_time() - (since_boot_s - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def process_fields(pid: int | str) -> list[str]:

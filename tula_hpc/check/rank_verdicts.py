@@ -1,4 +1,4 @@
-"""Verdicts of `tula_hpc.check` on its workers' reports: pure functions of the records of `reports`."""
+"""Verdicts of `tula_hpc.check` on the reports of its workers: pure functions of these records."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from tula_hpc.check.network_verdicts import judge_collectives, judge_interfaces
+from tula_hpc.check.network_verdicts import GB, judge_collectives, judge_interfaces
 from tula_hpc.check.reports import (
     Device,
     Host,
@@ -21,7 +21,6 @@ from tula_hpc.check.site_verdicts import Topic, Verdict, failed, ok, warning
 from tula_hpc.config import ClusterSpec, WorkloadSpec
 from tula_hpc.formatting import format_bytes, format_number, plural
 
-GB = 1e9
 # A worker is slow if it takes this many times the others' time. Equal nodes differ by a few per
 # cent, GPUs whose clocks fall as they warm up by about ten.
 SLOW = 1.25

@@ -205,8 +205,8 @@ def _judge_time_limits(cluster: ClusterSpec, site: Site) -> Iterator[Verdict]:
     limits = _limits_in_force(cluster, site)
     bounded = [(each.max_minutes, name) for name, each in limits if each.max_minutes is not None]
     keys = {"profile_minutes": cluster.profile_minutes, "train_minutes": cluster.train_minutes}
+    shown = ", ".join(f"{key} = {minutes}" for key, minutes in keys.items())
     if not bounded:
-        shown = ", ".join(f"{key} = {minutes}" for key, minutes in keys.items())
         yield ok(Topic.TIME_LIMITS, f"{shown}; no limit is known")
         return
     most, name = min(bounded)
@@ -217,7 +217,6 @@ def _judge_time_limits(cluster: ClusterSpec, site: Site) -> Iterator[Verdict]:
             Topic.TIME_LIMITS, found, f"set {key} = {most}; a training goes on in the next job"
         )
     if not above:
-        shown = ", ".join(f"{key} = {minutes}" for key, minutes in keys.items())
         yield ok(Topic.TIME_LIMITS, f"{shown}; {name} allows {most} minutes")
 
 

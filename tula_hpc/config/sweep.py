@@ -453,7 +453,7 @@ def _idle_by_others(sweep: SweepSpec) -> Iterator[tuple[str, str]]:
 
 
 def idle_reference(sweep: SweepSpec) -> Iterator[tuple[str, str]]:
-    """Yield the key of AGS's reference batch if no batch of the search is larger, with the reason."""
+    """Yield the key of AGS's reference batch if no batch of the search is larger, with why."""
     given = sweep.training.small_batch
     largest = sweep.search.max_batch
     is_ags = sweep.study is None and sweep.training.method == "ags"

@@ -37,6 +37,9 @@ class Place(NamedTuple):
     nodes: Nodes | None
     # number of further kinds of usable nodes
     others: int
+    # GPUs of a node, and their type; "" if it has none or several types, or Slurm does not say
+    gpus: int
+    gpu_type: str
     # account and QOS to submit with; "": none is needed, or it is not known
     account: str
     qos: str
@@ -46,28 +49,6 @@ class Place(NamedTuple):
     billing_weights: str
     # why the user cannot use the partition; "": it can be used
     refused: str
-
-    @property
-    def gpu_type(self) -> str:
-        """Type of a node's GPUs; "" if it has none or several types, or Slurm does not say."""
-        return self._gpus[0]
-
-    @property
-    def gpus(self) -> int:
-        """Number of GPUs of a node."""
-        return self._gpus[1]
-
-    @property
-    def _gpus(self) -> tuple[str, int]:
-        if self.nodes is None:
-            return "", 0
-        found = [
-            (kind, count) for name, kind, count in requested_gres(self.nodes.gres) if name == "gpu"
-        ]
-        kinds = {kind for kind, _ in found}
-        # with several types, a job may get any of them
-        kind = kinds.pop() if len(kinds) == 1 else ""
-        return kind, int(sum(count for _, count in found))
 
 
 class Survey(NamedTuple):
@@ -138,6 +119,9 @@ def _place(
     if most is not None:
         first = next(group for group in usable if (group.gres, group.cpus, group.memory_mb) == most)
         nodes = first.model_copy(update={"count": kinds[most]})
+    items = requested_gres(nodes.gres if nodes else "")
+    gpus = [(kind, count) for name, kind, count in items if name == "gpu"]
+    gpu_types = {kind for kind, _ in gpus}
     accounts = [each for each in of_user if each.partition in ("", partition.name)]
     allowed = _allowed(fields, accounts)
     named = users_default("account")
@@ -153,6 +137,9 @@ def _place(
         is_default=fields.get("Default") == "YES",
         nodes=nodes,
         others=max(0, len(kinds) - 1),
+        gpus=int(sum(count for _, count in gpus)),
+        # with several types, a job may get any of them
+        gpu_type=gpu_types.pop() if len(gpu_types) == 1 else "",
         account=named or (account.account if account else ""),
         qos=qos,
         most_nodes=_least(

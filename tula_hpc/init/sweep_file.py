@@ -195,7 +195,7 @@ def search_and_training(
     `passes` is the number of forward passes in the script's steps. `base_batch` is the script's own
     global batch if it `is_known`, else a usual one.
     """
-    nodes = _most_nodes(cluster)
+    nodes = max(map(_nodes_of, cluster.parts()))
     sizes = [2**k for k in range(MOST_SIZES) if 2**k <= nodes]
     workers = cluster.parts()[0].workers_per_node
     # each worker of the largest size needs a sample for each of its passes
@@ -224,10 +224,6 @@ def search_and_training(
         "[training]",
         *(line.text() for line in training),
     ]
-
-
-def _most_nodes(cluster: ClusterSpec) -> int:
-    return max(map(_nodes_of, cluster.parts()))
 
 
 def _nodes_of(cluster: ClusterSpec) -> int:

@@ -66,10 +66,6 @@ def profiled_in_vain(
     events: Iterable[Event], configuration: Configuration, partition: str, since: float
 ) -> int:
     """Count the jobs that ended by a broken device while they measured this configuration."""
-    count = 0
-    for event in events:
-        is_end = event.event == "ended" and event.failure is Failure.DEVICE_FAILED
-        if is_end and event.time >= since:
-            data = EndData.of(event)
-            count += (data.configuration, data.partition) == (configuration, partition)
-    return count
+    broken = (each for each in events if each.failure is Failure.DEVICE_FAILED)
+    ends = (EndData.of(each) for each in broken if each.event == "ended" and each.time >= since)
+    return sum((end.configuration, end.partition) == (configuration, partition) for end in ends)

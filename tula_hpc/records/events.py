@@ -424,9 +424,7 @@ class RunHistory:
             if event.job_id not in self._jobs:
                 self._jobs[event.job_id] = JobEvents(job_id=event.job_id)
             self._jobs[event.job_id].events.append(event)
-        label = ""
-        if "label" in event.data:
-            label = EndData.of(event).label
+        label = EndData.of(event).label if "label" in event.data else ""
         mine = self._jobs[event.job_id]
         if not label and isinstance(mine, Submission):
             label = mine.label

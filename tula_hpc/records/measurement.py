@@ -60,7 +60,7 @@ class StepTimes(Record):
 
     @property
     def drift(self) -> float:
-        """Return by what share steps slowed in the second half of rounds; 0: by scatter, unknown."""
+        """Share by which the second half of rounds was slower; 0 if that is scatter, or unknown."""
         halves = (self.first_half_s, self.second_half_s)
         known = [s for s in halves if s is not None and MOMENT_S < s < CREDIBLE_S]
         if len(known) < len(halves) or self.halves_scatter_s is None:
@@ -209,10 +209,7 @@ class Measurement(Record):
 
     @model_validator(mode="after")
     def _smaller_indeed(self) -> Measurement:
-        if (
-            self.smaller_computes
-            and max(batch for batch, _ in self.smaller_computes) >= self.local_batch
-        ):
+        if any(batch >= self.local_batch for batch, _ in self.smaller_computes):
             raise ValueError(
                 f"smaller_computes: expected batches below local_batch = {self.local_batch}"
             )
