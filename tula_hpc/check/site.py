@@ -177,21 +177,15 @@ def partition_of(fields: dict[str, str], config: dict[str, str]) -> Partition:
 
 def minutes_of(text: str) -> int | None:
     """Return the minutes of a time limit: 30, 1:30, 2:00:00 or 1-12:00:00; None for no limit."""
-    if text in NO_LIMIT:
-        return None
-    found = re.fullmatch(
-        r"(?:(?P<days>[0-9]{1,9})-)?(?P<clock>[0-9]{1,9}(?::[0-9]{1,9}){0,2})", text
-    )
+    number = "([0-9]{1,9})"
+    found = re.fullmatch(f"(?:{number}-)?{number}(?::{number})?(?::{number})?", text)
     if found is None:
         return None
-    clock = list(map(int, found["clock"].split(":")))
-    if found["days"] is not None:
+    days, first, second, _ = (int(each or 0) for each in found.groups())
+    if found[1]:
         # days-hours[:minutes[:seconds]]
-        hours, minutes, *_ = [*clock, 0]
-        return (int(found["days"]) * 24 + hours) * 60 + minutes
-    if len(clock) == 3:
-        return clock[0] * 60 + clock[1]
-    return clock[0]
+        return (days * 24 + first) * 60 + second
+    return first * 60 + second if found[4] else first
 
 
 def nodes_of(partition: str) -> tuple[Nodes, ...]:

@@ -57,7 +57,7 @@ class SweepSpec(Spec):
         return self
 
     @model_validator(mode="after")
-    def _some_batch_is_left(self) -> SweepSpec:
+    def _within_bounds(self) -> SweepSpec:
         most = self.objective.max_global_batch
         least = self.search.min_batch
         if most is not None and most < least:
@@ -65,10 +65,6 @@ class SweepSpec(Spec):
                 f"objective.max_global_batch: {most} is below search.min_batch = {least}; "
                 "raise it, or lower search.min_batch"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _warm_up_ends(self) -> SweepSpec:
         warmup = self.training.warmup_epochs
         epochs = self.workload.epochs
         if warmup is not None and warmup >= epochs:

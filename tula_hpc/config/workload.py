@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -117,6 +117,13 @@ METRIC_GROUPS = ("test_accuracy", "test_loss")
 Argument = Annotated[str, Field(max_length=10_000)]
 Epoch = Annotated[int, Field(ge=0, le=100_000)]
 OF_STEPS = Needs("schedule", ("step",))
+# keys that name a function: this package's own names, what it is, and what it is called with
+_NAMED: dict[str, tuple[Collection[str], str, tuple[str, ...]]] = {
+    "model": (TORCHVISION_MODELS, "a torchvision classification model", ("classes", "image_size")),
+    "dataset": (DATASETS, "a data set", ("spec",)),
+    "loss": ((), "a function", ("outputs", "targets")),
+    "metric": ((), "a function", ("outputs", "targets")),
+}
 
 
 class WorkloadSpec(Spec):
@@ -204,31 +211,14 @@ class WorkloadSpec(Spec):
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of weights, order and augmentation."""
 
-    @field_validator("model")
+    @field_validator("model", "dataset", "loss", "metric")
     @classmethod
-    def _model_exists(cls, value: str, info: ValidationInfo) -> str:
-        return known_or_entry_point(
-            value,
-            TORCHVISION_MODELS,
-            "a torchvision classification model",
-            ("classes", "image_size"),
-            info.context,
-        )
-
-    @field_validator("dataset")
-    @classmethod
-    def _dataset_exists(cls, value: str, info: ValidationInfo) -> str:
-        return known_or_entry_point(value, DATASETS, "a data set", ("spec",), info.context)
-
-    @field_validator("loss", "metric")
-    @classmethod
-    def _function_exists(cls, value: str | None, info: ValidationInfo) -> str | None:
+    def _exists(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is None:
             return None
-        named = info.data.get("script") or info.data.get("module")
-        if named and info.field_name == "metric":
+        if info.field_name == "metric" and (info.data.get("script") or info.data.get("module")):
             return _expression(value)
-        return known_or_entry_point(value, (), "a function", ("outputs", "targets"), info.context)
+        return known_or_entry_point(value, *_NAMED[str(info.field_name)], info.context)
 
     @field_validator("data_dir", "script", mode="before")
     @classmethod
