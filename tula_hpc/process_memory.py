@@ -132,10 +132,7 @@ def _processor_s(pid: int) -> float:
 
 
 # torch raises a plain RuntimeError when the host's allocator fails
-_HOST_PHRASES = (
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",
-)
+_HOST_PHRASES = re.compile("DefaultCPUAllocator: (?:can't allocate|not enough) memory")
 _DEVICE_PHRASES = re.compile(
     r"CUDA out of memory|CUDA error: out of memory|Cuda failure.*out of memory"
     r"|Failed to CUDA [cm]alloc|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED"
@@ -174,7 +171,7 @@ def out_of_memory(error: BaseException) -> Failure | None:
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError) or _DEVICE_PHRASES.search(text):
         return Failure.DEVICE_OOM
-    if isinstance(error, MemoryError) or any(phrase in text for phrase in _HOST_PHRASES):
+    if isinstance(error, MemoryError) or _HOST_PHRASES.search(text):
         return Failure.HOST_OOM
     if _AMBIGUOUS_DEVICE_PHRASES.search(text) and free_device_share() < LITTLE_FREE:
         return Failure.DEVICE_OOM
