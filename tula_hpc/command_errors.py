@@ -17,7 +17,14 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from tula_hpc.env import begin_process
-from tula_hpc.errors import CancelledJobError, DivergedError, InputError, StorageError, TulaError
+from tula_hpc.errors import (
+    CancelledJobError,
+    DivergedError,
+    InputError,
+    StorageError,
+    TrialError,
+    TulaError,
+)
 from tula_hpc.files import NO_SPACE, drop_output, full_disk, in_words
 from tula_hpc.python_path import missing_library
 
@@ -164,10 +171,7 @@ def exit_code_of(
         sys.stdout.flush()
         return code
     except (InputError, ModuleNotFoundError) as error:
-        words = str(error)
-        if isinstance(error, ModuleNotFoundError):
-            words = missing_library(error.name or "library")
-        sys.stderr.write(f"{words}\n")
+        sys.stderr.write(f"{_mistake(error, options)}\n")
         return 2
     except TulaError as error:
         sys.stderr.write(f"{error}\n{_what_to_do(error, options) if again else ''}")
@@ -187,6 +191,13 @@ def exit_code_of(
         if interrupted:
             sys.stderr.write(f"\n{interrupted}\n")
         return INTERRUPTED
+
+
+def _mistake(error: InputError | ModuleNotFoundError, options: argparse.Namespace) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return missing_library(error.name or "library")
+    # a trial does not know the file of its sweep
+    return f"{options.sweep}: {error}" if isinstance(error, TrialError) else str(error)
 
 
 def _what_to_do(error: TulaError, options: argparse.Namespace) -> str:

@@ -9,13 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tula_hpc.cli.options import (
-    add_input_options,
-    load_inputs,
-    naming_the_sweep,
-    refuse_impossible,
-    run_root,
-)
+from tula_hpc.cli.options import add_input_options, load_inputs, refuse_impossible, run_root
 from tula_hpc.command_errors import NOTHING_BEGUN, CommandParser, exit_code_of
 from tula_hpc.errors import InputError
 from tula_hpc.files import write_out
@@ -31,7 +25,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_code_of(_run, _parser().parse_args(arguments), NOTHING_BEGUN)
 
 
-@naming_the_sweep
 def _run(options: argparse.Namespace) -> int:
     return run(options, *load_inputs(options))
 

@@ -11,7 +11,6 @@ from tula_hpc.cli.options import (
     STAGES,
     add_input_options,
     load_inputs,
-    naming_the_sweep,
     refuse_impossible,
     run_root,
 )
@@ -42,7 +41,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@naming_the_sweep
 def _run(options: argparse.Namespace) -> int:
     spec, cluster = load_inputs(options)
     if spec.study is not None:

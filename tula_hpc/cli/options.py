@@ -6,13 +6,12 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_hpc.command_errors import add_overrides, ending_at_once
 from tula_hpc.env import slurm_conf
-from tula_hpc.errors import InputError, NotConfiguredError, RunDirectoryError, TrialError
+from tula_hpc.errors import InputError, NotConfiguredError, RunDirectoryError
 from tula_hpc.files import in_words, is_there
 
 if TYPE_CHECKING:
@@ -238,20 +237,6 @@ def refuse_impossible(
         if f"cluster.{key}" in given:
             raise InputError(words, source="--set", key=f"cluster.{key}")
         raise InputError(words, source=options.cluster or "cluster", key=key)
-
-
-def naming_the_sweep(
-    run: Callable[[argparse.Namespace], int],
-) -> Callable[[argparse.Namespace], int]:
-    """Name the sweep file in errors that a trial of its workload raises."""
-
-    def named(options: argparse.Namespace) -> int:
-        try:
-            return run(options)
-        except TrialError as error:
-            raise InputError(str(error), source=options.sweep) from error
-
-    return named
 
 
 def run_root(options: argparse.Namespace, spec: SweepSpec) -> Path:
