@@ -26,6 +26,7 @@ from tula_hpc.errors import (
     TulaError,
 )
 from tula_hpc.files import NO_SPACE, drop_output, full_disk, in_words
+from tula_hpc.formatting import printable_output
 from tula_hpc.python_path import missing_library
 
 # last line of a failed command that works on a run, and of its controller job (`cli/detached.py`)
@@ -148,6 +149,20 @@ def _path(text: str) -> Path:
 def _meant(word: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, known, n=1)
     return f" (did you mean {near[0]}?)" if near else ""
+
+
+def command(
+    parser: Callable[[], argparse.ArgumentParser],
+    run: Callable[[argparse.Namespace], int],
+    interrupted: str = "",
+) -> Callable[..., int]:
+    """Return a command's `main`, from its arguments (default: the process's) to the exit code."""
+
+    @printable_output()
+    def main(arguments: Sequence[str] | None = None) -> int:
+        return exit_code_of(run, parser().parse_args(arguments), interrupted)
+
+    return main
 
 
 def exit_code_of(

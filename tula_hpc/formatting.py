@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import io
+import json
 import math
 import os
 import re
@@ -354,9 +355,7 @@ def _in_json_escapes(error: UnicodeError) -> tuple[str, int]:
     r"""Show characters that an encoding lacks as `\u2013`, so that JSON stays JSON."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    lacking = error.object[error.start : error.end]
-    units = lacking.encode("utf-16-be", "surrogatepass").hex(" ", 2).split()
-    return "".join(f"\\u{unit}" for unit in units), error.end
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
 
 IN_ESCAPES = "tula_hpc.in_json_escapes"

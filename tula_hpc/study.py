@@ -5,24 +5,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_hpc.cli.options import add_input_options, load_inputs, refuse_impossible, run_root
-from tula_hpc.command_errors import NOTHING_BEGUN, CommandParser, exit_code_of
+from tula_hpc.command_errors import NOTHING_BEGUN, CommandParser, command
 from tula_hpc.errors import InputError
 from tula_hpc.files import write_out
-from tula_hpc.formatting import command_line, printable_output
+from tula_hpc.formatting import command_line
 
 if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec, SweepSpec
-
-
-@printable_output()
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code, see `exit_code_of`."""
-    return exit_code_of(_run, _parser().parse_args(arguments), NOTHING_BEGUN)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -83,6 +77,8 @@ def status_at_end(root: Path, *, wanted: bool) -> Iterator[None]:
     finally:
         write_out(status_of(root).model_dump_json(indent=1) + "\n")
 
+
+main = command(_parser, _run, NOTHING_BEGUN)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tula_hpc.cli.options import (
@@ -14,19 +13,12 @@ from tula_hpc.cli.options import (
     refuse_impossible,
     run_root,
 )
-from tula_hpc.command_errors import NOTHING_BEGUN, CommandParser, exit_code_of
+from tula_hpc.command_errors import NOTHING_BEGUN, CommandParser, command
 from tula_hpc.errors import InputError
-from tula_hpc.formatting import printable_output
 from tula_hpc.study import run, status_at_end
 
 if TYPE_CHECKING:
     from tula_hpc.config import ClusterSpec, SweepSpec
-
-
-@printable_output()
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code, see `exit_code_of`."""
-    return exit_code_of(_run, _parser().parse_args(arguments), NOTHING_BEGUN)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,6 +58,8 @@ def _run_study(options: argparse.Namespace, spec: SweepSpec, cluster: ClusterSpe
         )
     return run(options, spec, cluster, report=options.until == "report")
 
+
+main = command(_parser, _run, NOTHING_BEGUN)
 
 if __name__ == "__main__":
     sys.exit(main())

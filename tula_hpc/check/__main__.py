@@ -17,12 +17,10 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from tula_hpc.check import MINUTES, NODES
-from tula_hpc.command_errors import CommandParser, exit_code_of
-from tula_hpc.formatting import printable_output
+from tula_hpc.command_errors import CommandParser, command
 
 WAIT_MINUTES = 10
 
@@ -30,12 +28,6 @@ EXIT_CODES = """\
 exit codes: 0 nothing failed; 1 something failed; 2 bad input; 130 interrupted, job cancelled.
 --json prints the same as one JSON object; its keys are in the docstring of tula_hpc.check.__main__.
 """
-
-
-@printable_output()
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit code."""
-    return exit_code_of(_run, _parser().parse_args(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -77,6 +69,8 @@ def _run(options: argparse.Namespace) -> int:
 
     return check_cluster(options)
 
+
+main = command(_parser, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

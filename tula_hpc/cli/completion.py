@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import shtab
 
 from tula_hpc.cli.commands import COMMANDS
-from tula_hpc.command_errors import CommandParser, exit_code_of
+from tula_hpc.command_errors import CommandParser, command
 from tula_hpc.files import write_out
-from tula_hpc.formatting import printable_output
 from tula_hpc.python_path import PROGRAM
 
 # metavars of arguments that are run directories or a report's folder
@@ -38,12 +36,6 @@ _tula_ending() {
 _tula_toml() { _tula_ending .toml "$1"; }
 _tula_py() { _tula_ending .py "$1"; }
 """
-
-
-@printable_output()
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the script and return the exit code."""
-    return exit_code_of(_run, _parser().parse_args(arguments))
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -89,3 +81,6 @@ def _files(action: argparse.Action) -> dict[str, Any] | None:
         return dict(shtab.DIRECTORY)
     is_file = action.type is Path or action.nargs == argparse.REMAINDER
     return dict(shtab.FILE) if is_file else None
+
+
+main = command(_parser, _run)

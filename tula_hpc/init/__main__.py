@@ -24,15 +24,15 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from tula_hpc.command_errors import CommandParser, exit_code_of
+from tula_hpc.command_errors import CommandParser, command
 from tula_hpc.config import ClusterSpec, check_together, load_cluster, load_sweep
 from tula_hpc.errors import InputError, NotConfiguredError, NotStartedError
 from tula_hpc.files import write_out
-from tula_hpc.formatting import command_line, listed, plural, printable, printable_output
+from tula_hpc.formatting import command_line, listed, plural, printable
 from tula_hpc.init.cluster_file import cluster_file, local_cluster_file
 from tula_hpc.init.script_options import read_options
 from tula_hpc.init.sweep_file import Script, filled_in, required_keys, sweep_file, unknown_keys
@@ -48,12 +48,6 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 WITHOUT_SLURM = "(without Slurm a sweep needs no cluster file: leave out --cluster)"
 # a machine without any of these commands, or without a configuration for them, has no Slurm
 SLURM_COMMANDS = ("scontrol", "sinfo", "sbatch")
-
-
-@printable_output()
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit code."""
-    return exit_code_of(_run, _parser().parse_args(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -359,6 +353,8 @@ def _described(place: Place) -> str:
         parts.append("the default")
     return f"{place.partition.name} ({', '.join(parts)})"
 
+
+main = command(_parser, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,14 +15,12 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tula_hpc.command_errors import CommandParser, exit_code_of
+from tula_hpc.command_errors import CommandParser, command
 from tula_hpc.errors import LaunchError
 from tula_hpc.files import write_out
-from tula_hpc.formatting import printable_output
 
 if TYPE_CHECKING:
     from tula_hpc.records import JobAccount
@@ -42,12 +40,6 @@ acts; 2 bad input, or RUN cannot be read; 3 nothing goes on by itself: run the s
 4 unknown, as the scheduler could not be asked.
 --json prints the same as one JSON object; RunStatus in tula_hpc/status/run_status.py describes its keys.
 """
-
-
-@printable_output()
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    return exit_code_of(_run, _parser().parse_args(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -188,6 +180,8 @@ def _with_log(facts: Facts, job: JobStatus) -> JobStatus:
     log_file, last_line = find_log(folder, job.job_id)
     return job.model_copy(update={"log_file": log_file, "detail": job.detail or last_line})
 
+
+main = command(_parser, _run)
 
 if __name__ == "__main__":
     sys.exit(main())
