@@ -211,8 +211,10 @@ def exit_code_of(
 def _mistake(error: InputError | ModuleNotFoundError, options: argparse.Namespace) -> str:
     if isinstance(error, ModuleNotFoundError):
         return missing_library(error.name or "library")
-    # a trial does not know the file of its sweep
-    return f"{options.sweep}: {error}" if isinstance(error, TrialError) else str(error)
+    if isinstance(error, TrialError):
+        # a trial does not know the file of its sweep
+        return f"{options.sweep}: {error}"
+    return str(error)
 
 
 def _what_to_do(error: TulaError, options: argparse.Namespace) -> str:

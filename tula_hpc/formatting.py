@@ -41,8 +41,10 @@ def format_duration(seconds: float | None) -> str:
         return UNKNOWN
     if seconds < 0:
         return f"−{format_duration(-seconds)}"
+    if seconds < 0.1:
+        return f"{format_number(seconds * 1000, 2)} ms"
     if seconds < 0.9995:
-        return f"{format_number(seconds * 1000, 2 if seconds < 0.1 else 3)} ms"
+        return f"{format_number(seconds * 1000, 3)} ms"
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     return _long_duration(seconds)
@@ -248,7 +250,9 @@ def format_percent(share: float | None, *, signed: bool = False) -> str:
 
 def in_samples(batch: float) -> str:
     """Format a batch that need not be whole: "150 samples", "less than one sample"."""
-    return plural(round(batch), "sample") if batch >= 1.0 else "less than one sample"
+    if batch >= 1.0:
+        return plural(round(batch), "sample")
+    return "less than one sample"
 
 
 def in_percent(share: float | None) -> float | None:
@@ -260,7 +264,9 @@ def format_score(accuracy: float | None, loss: float | None) -> str:
     """Format a test result: "64.5 % test accuracy", or "test loss 1.93" without an accuracy."""
     if accuracy is not None:
         return f"{format_percent(accuracy)} test accuracy"
-    return "no score" if loss is None else f"test loss {format_number(loss, 3)}"
+    if loss is not None:
+        return f"test loss {format_number(loss, 3)}"
+    return "no score"
 
 
 def format_number(value: float, digits: int = 4) -> str:

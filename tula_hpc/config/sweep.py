@@ -144,7 +144,8 @@ def study_column(sweep: SweepSpec, column: str, *, check_paths: bool = True) -> 
         ValidationError: A variant's value is invalid for its key.
     """
     tables = sweep.model_dump(mode="json", exclude_none=True, exclude={"study"})
-    for key, value in (sweep.study.overrides(column) if sweep.study else {}).items():
+    overrides = sweep.study.overrides(column) if sweep.study else {}
+    for key, value in overrides.items():
         section, _, last = key.partition(".")
         tables[section][last] = value
     context = {"check_paths": check_paths, "of_study": sweep.study is not None}

@@ -424,7 +424,9 @@ class RunHistory:
             if event.job_id not in self._jobs:
                 self._jobs[event.job_id] = JobEvents(job_id=event.job_id)
             self._jobs[event.job_id].events.append(event)
-        label = EndData.of(event).label if "label" in event.data else ""
+        label = ""
+        if "label" in event.data:
+            label = EndData.of(event).label
         mine = self._jobs[event.job_id]
         if not label and isinstance(mine, Submission):
             label = mine.label
@@ -445,7 +447,9 @@ class RunHistory:
     def control_failure(self) -> str:
         """Return why the last controller that ended could not go on, "" if it could."""
         last = _last_of([e for e in self.events if e.stage == CONTROL], "ended")
-        return last.detail if last and last.failure else ""
+        if last is None or last.failure is None:
+            return ""
+        return last.detail
 
     def job(self, job_id: str) -> JobEvents:
         """Return the events of a job."""

@@ -85,8 +85,11 @@ def _parts(
 ) -> Parts:
     trainings = training_statuses(facts, jobs)
     study = _study(facts, trainings, jobs, rate_labels)
-    profile = None if facts.is_study else _profile(facts, jobs)
-    training = None if facts.is_study else trainings.get(MAIN_LABEL)
+    profile: ProfileStatus | None = None
+    training: TrainingStatus | None = None
+    if not facts.is_study:
+        profile = _profile(facts, jobs)
+        training = trainings.get(MAIN_LABEL)
     acting = _without_idle_guards(jobs)
     return Parts(facts, answer, acting, profile, training, study, _detached(facts, acting))
 

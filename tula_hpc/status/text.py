@@ -117,7 +117,9 @@ def _command(command: CommandStatus) -> str:
         return f"a command is at work: {who or 'its process is not known'}"
     if command.alive is None:
         return f"the last was {who or 'not known'}; whether it is at work cannot be seen from this machine"
-    return f"none is at work; the last was {who}" if who else "none is at work"
+    if not who:
+        return "none is at work"
+    return f"none is at work; the last was {who}"
 
 
 def _stages(status: RunStatus) -> Iterator[LabelledLine]:
