@@ -180,17 +180,37 @@ def add_columns(
         table.add_row(*(Text(column.cells[row]) for column, _ in chosen), style=style)
 
 
-def table_lines(content: TextTable) -> str:
-    """Return a table of short cells as lines for the terminal."""
+NO_COLUMNS: Mapping[str, int] = {}
+
+
+def table_lines(
+    content: TextTable,
+    title: str = "",
+    *,
+    width: int = PLAN_WIDTH,
+    narrow: Mapping[str, int] = NO_COLUMNS,
+    spare: Mapping[str, int] = NO_COLUMNS,
+) -> str:
+    """Return a table as lines for the terminal, of `width` characters if the output is none.
+
+    `narrow` and `spare` are those of `TextColumn`, by the names of columns.
+    """
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = PLAN_WIDTH
-    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
+        console.width = width
+    table = Table(
+        title=Text(printable(title)) if title else None,
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        padding=(0, GAP, 0, 0),
+    )
     columns = [
-        TextColumn(name, cells)
+        TextColumn(name, cells, narrow=narrow.get(name), spare=spare.get(name, 0))
         for name, cells in zip(content.columns, zip(*content.rows, strict=True), strict=True)
     ]
     add_columns(table, columns, console.width, [""] * len(content.rows))

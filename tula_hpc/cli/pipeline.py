@@ -7,15 +7,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from tula_hpc.analysis.costs.training_bill import TrainingBill
 from tula_hpc.analysis.costs.usage import describe_profiling, job_runs
 from tula_hpc.analysis.planning.partitions import name_of
 from tula_hpc.analysis.report.bill_text import bill_of, bill_sentences, promised_amounts, steps_off
-from tula_hpc.analysis.report.output import GAP, TextColumn, add_columns
+from tula_hpc.analysis.report.output import table_lines
 from tula_hpc.analysis.report.plan_text import (
     alternatives,
     expectation,
@@ -24,7 +20,7 @@ from tula_hpc.analysis.report.plan_text import (
     unmeasured,
     without_price,
 )
-from tula_hpc.analysis.report.tables import TextTable, summary_rows, summary_table
+from tula_hpc.analysis.report.tables import summary_rows, summary_table
 from tula_hpc.analysis.report.text import used_by_profiling
 from tula_hpc.analysis.run_contents import (
     SMALLER_STEPS,
@@ -81,30 +77,15 @@ def print_summary(
     passes: int | None = None,
 ) -> None:
     """Print the summary table and the cost of profiling; see `report.tables.summary_rows`."""
-    console = Console(file=with_own_escapes(sys.stdout), highlight=False, markup=False)
-    console.width = console.width if console.is_terminal else SUMMARY_WIDTH
     content = summary_table(
         summary_rows(plan, measurements, result, trained_epoch_s, bill, passes=passes)
     )
     where = f" on {plan.chosen.partition}" if plan.chosen.partition else ""
-    title = Text(printable(f"Chosen configuration and its neighbours{where}"))
-    table = Table(
-        title=title, title_justify="left", box=None, pad_edge=False, padding=(0, GAP, 0, 0)
-    )
-    add_columns(table, _columns(content), console.width, [""] * len(content.rows))
-    # if rich itself printed to a closed output, it would end the process silently
-    with console.capture() as capture:
-        console.print(table)
-        if profiling_cost:
-            console.print(printable(f"profiling cost: {profiling_cost}"))
-    sys.stdout.write(capture.get())
-
-
-def _columns(content: TextTable) -> list[TextColumn]:
-    return [
-        TextColumn(name, cells, narrow=NARROW.get(name), spare=SPARE.get(name, 0))
-        for name, cells in zip(content.columns, zip(*content.rows, strict=True), strict=True)
-    ]
+    title = f"Chosen configuration and its neighbours{where}"
+    lines = table_lines(content, title, width=SUMMARY_WIDTH, narrow=NARROW, spare=SPARE)
+    with_own_escapes(sys.stdout).write(f"{lines}\n")
+    if profiling_cost:
+        print(f"profiling cost: {printable(profiling_cost)}")
 
 
 def report_stage(sweep: Sweep) -> list[Path]:
