@@ -275,23 +275,16 @@ def foreign_link(path: Path) -> Path | None:
     return None
 
 
-def open_to_all(path: Path) -> list[Path]:
-    """Return the folders above a path that every user may write to, without the sticky bit.
-
-    The nearest comes first; links are followed, too. Anyone can replace what lies in such a folder.
-    Folders that only a group may write to do not count: project folders that are writable for the
-    members are usual on clusters, and somebody has chosen the members.
-    """
-    above = [*path.absolute().parents, *Path(os.path.realpath(path)).parents]
-    return list(filter(_is_open_to_all, dict.fromkeys(above)))
-
-
 def refusal_of_open(root: Path, rooms: Iterable[Path]) -> str:
     """Return a message that refuses the folders open to others, above a run directory or in it.
 
     Without any the message is empty, as for a single one inside, which has a check of its own.
+    Above it folders that only a group may write to do not count: project folders that are writable
+    for the members are usual on clusters, and somebody has chosen the members.
     """
-    above = open_to_all(root)
+    # the nearest first; links are followed, too
+    folders = [*root.absolute().parents, *Path(os.path.realpath(root)).parents]
+    above = list(filter(_is_open_to_all, dict.fromkeys(folders)))
     # an empty folder holds nothing yet that could be executed
     is_used = root.is_dir() and any(root.iterdir())
     inside = list(filter(_is_open, (root, *rooms))) if is_used else []

@@ -192,7 +192,8 @@ def nodes_of(partition: str) -> tuple[Nodes, ...]:
     """Ask for a partition's nodes, in groups of nodes that are alike."""
     text = ask("sinfo", "-h", "-e", "-p", partition, "-o", "%D|%c|%m|%G|%T|%f|%N")
     rows = [row for line in text.splitlines() if len(row := line.split("|")) == 7]
-    names = [_first_name(row[6]) for row in rows]
+    # the first of the nodes in a list such as gpu[01-20,25],fat1
+    names = [re.sub(r"\[([^],-]+)[^]]*\]", r"\1", row[6]).partition(",")[0] for row in rows]
     kept = _kept_from_jobs(names)
     found = []
     for row, name in zip(rows, names, strict=True):
@@ -208,11 +209,6 @@ def nodes_of(partition: str) -> tuple[Nodes, ...]:
             )
             found.append(group)
     return tuple(found)
-
-
-def _first_name(names: str) -> str:
-    """Return the first of the nodes in a list such as `gpu[01-20,25],fat1`."""
-    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", names).partition(",")[0]
 
 
 def _kept_from_jobs(names: Sequence[str]) -> dict[str, tuple[int, int]]:

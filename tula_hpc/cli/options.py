@@ -79,6 +79,7 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
             "describes a run, but --dry-run makes none; leave out one of them", source="--json"
         )
     from tula_hpc.config import exposure_warning, hidden_peers, load_together, loaders_without_cores
+    from tula_hpc.launch.slurm import available
 
     if warning := exposure_warning(options.set):
         sys.stderr.write(f"warning: {warning}\n")
@@ -94,7 +95,7 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
         sys.stderr.write(f"warning: {file}: {key}: {why}\n")
     for line in missing.splitlines():
         sys.stderr.write(f"warning: {line}\n")
-    if options.cluster is None and _slurm_is_here():
+    if options.cluster is None and available() and Path(slurm_conf() or SLURM_CONF).is_file():
         sys.stderr.write(
             "no --cluster: everything runs on this machine; "
             "--cluster CLUSTER.toml sends jobs to its Slurm\n"
@@ -116,12 +117,6 @@ def _warn_of_idle_keys(options: argparse.Namespace, spec: SweepSpec, cluster: Cl
         sys.stderr.write(f"warning: {file}: {key}: changes nothing: {why}\n")
     for key, why in idle_reference(spec):
         sys.stderr.write(f"warning: {options.sweep}: {key}: {why}\n")
-
-
-def _slurm_is_here() -> bool:
-    from tula_hpc.launch.slurm import available
-
-    return available() and Path(slurm_conf() or SLURM_CONF).is_file()
 
 
 def _refuse_detached_here(options: argparse.Namespace, cluster: ClusterSpec) -> None:

@@ -454,7 +454,9 @@ def _of_name(name: str, value: ast.expr | None, constants: dict[str, Any]) -> Op
 def _takes_keys(tree: ast.Module) -> bool:
     """Tell whether a script takes keys of its configuration, by Hydra or by OmegaConf itself."""
     imported = imported_by(tree)
-    if "hydra" in imported and any(last_name(node) == "main" for node in _decorators(tree)):
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    decorators = itertools.chain.from_iterable(each.decorator_list for each in functions)
+    if "hydra" in imported and "main" in map(last_name, decorators):
         return True
     return "omegaconf" in imported and any(last_name(node) == "from_cli" for node in ast.walk(tree))
 
@@ -475,12 +477,6 @@ def _of_configurator(tree: ast.Module) -> Iterator[Option]:
         if isinstance(node, ast.Assign) and node.lineno < min(lines, default=0):
             for name in filter(None, map(last_name, node.targets)):
                 yield Option(f"--{name}=", (_written(name),), value_of(node.value, {}))
-
-
-def _decorators(tree: ast.Module) -> Iterator[ast.expr]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            yield from node.decorator_list
 
 
 def flags_of(arguments: Sequence[str]) -> list[str]:

@@ -18,7 +18,7 @@ from tula_hpc.config import ClusterSpec
 from tula_hpc.formatting import HOUR_S, format_money, format_number
 from tula_hpc.records import MAIN_LABEL, Configuration, JobAccount, Measurement, Record
 from tula_hpc.status.jobs import JobPhase, JobStatus
-from tula_hpc.status.run_files import Facts, TrainingFacts
+from tula_hpc.status.run_files import Facts
 
 WATTS_PER_KILOWATT = 1000.0
 
@@ -334,17 +334,12 @@ def _from_steps(facts: Facts, jobs: Sequence[JobStatus]) -> _Use | None:
     used: dict[str, float] = {}
     partition = facts.plan.chosen.partition if facts.plan else ""
     for label, files in facts.trainings.items():
+        seconds = 0.0
         if files.result is not None:
             seconds = actual_use(facts.history.of_training(label), files.result).node_seconds
             seconds = seconds or files.result.nodes * files.result.train_time_s
-        else:
-            seconds = nodes.get(label, planned) * _steps_s(files)
+        elif steps := files.tail.steps:
+            step_s = median(row.step_time_s for row in steps)
+            seconds = nodes.get(label, planned) * steps[-1].step * step_s
         used[partition] = used.get(partition, 0.0) + seconds
     return _Use(used, "steps") if used else None
-
-
-def _steps_s(files: TrainingFacts) -> float:
-    steps = files.tail.steps
-    if not steps:
-        return 0.0
-    return steps[-1].step * median(row.step_time_s for row in steps)

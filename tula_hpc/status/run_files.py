@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -24,7 +24,6 @@ from tula_hpc.records import (
     MAIN_LABEL,
     RECENT_STEPS,
     EpochMetrics,
-    Event,
     JobNote,
     Measurement,
     Plan,
@@ -147,6 +146,8 @@ def _read(run: RunDirectory) -> Facts:
     holder = holder_of(run.root / ".lock")
     trainings = {label: _training(run.train(label), label, doubts) for label in _labels(run)}
     report_at = _newest(run.report / name for name in ("report.html", "study.html"))
+    measured_at = _newest(run.profile.glob("*.jsonl")) or 0.0
+    logged_at = max((event.time for event in logged.records), default=0.0)
     return Facts(
         run=run,
         now=unix_time(),
@@ -155,7 +156,7 @@ def _read(run: RunDirectory) -> Facts:
         history=history,
         notes=notes,
         measurements=measured.records,
-        damaged_after=next(iter(measured.damage), "") if _is_newer(run, logged.records) else "",
+        damaged_after=next(iter(measured.damage), "") if measured_at > logged_at else "",
         plan=_try(run.read_plan, doubts) if run.plan_file.exists() else None,
         plan_at=run.plan_file.stat().st_mtime if run.plan_file.exists() else 0.0,
         trainings=trainings,
@@ -203,12 +204,6 @@ def _changed_at(run: RunDirectory) -> float:
     """Return the Unix time of the latest change to files that a report shows."""
     results = (run.root / "train").rglob("result.json")
     return _newest([*run.profile.glob("*.jsonl"), run.plan_file, *results]) or 0.0
-
-
-def _is_newer(run: RunDirectory, events: Sequence[Event]) -> bool:
-    """Tell whether a file of measurements was changed after the last event."""
-    changed = _newest(run.profile.glob("*.jsonl")) or 0.0
-    return changed > max((event.time for event in events), default=0.0)
 
 
 def _cut_off(run: RunDirectory, history: RunHistory) -> list[str]:
