@@ -6,7 +6,7 @@ import contextlib
 import getpass
 import grp
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from tula_hpc.check.site import (
@@ -109,16 +109,8 @@ def _place(
     needs_account: bool,
 ) -> Place:
     partition = partition_of(fields, config)
-    usable = [group for group in nodes_of(partition.name) if group.usable]
-    kinds: dict[tuple[str, int, int], int] = {}
-    for group in usable:
-        kind = (group.gres, group.cpus, group.memory_mb)
-        kinds[kind] = kinds.get(kind, 0) + group.count
-    most = max(kinds, key=lambda kind: (kinds[kind], kind), default=None)
-    nodes = None
-    if most is not None:
-        first = next(group for group in usable if (group.gres, group.cpus, group.memory_mb) == most)
-        nodes = first.model_copy(update={"count": kinds[most]})
+    kinds = _kinds_of([group for group in nodes_of(partition.name) if group.usable])
+    nodes = kinds[-1] if kinds else None
     items = requested_gres(nodes.gres if nodes else "")
     gpus = [(kind, count) for name, kind, count in items if name == "gpu"]
     gpu_types = {kind for kind, _ in gpus}
@@ -151,6 +143,16 @@ def _place(
             _obstacles(fields, partition, nodes, accounts, allowed, needs_account=needs_account), ""
         ),
     )
+
+
+def _kinds_of(groups: Iterable[Nodes]) -> list[Nodes]:
+    """Join the groups of nodes that are alike; the most frequent kind comes last."""
+    kinds: dict[tuple[str, int, int], Nodes] = {}
+    for group in groups:
+        kind = (group.gres, group.cpus, group.memory_mb)
+        known = kinds.get(kind, group.model_copy(update={"count": 0}))
+        kinds[kind] = known.model_copy(update={"count": known.count + group.count})
+    return [kinds[kind] for kind in sorted(kinds, key=lambda kind: (kinds[kind].count, kind))]
 
 
 def _allowed(fields: dict[str, str], accounts: Sequence[Limits]) -> list[Limits]:
