@@ -124,11 +124,13 @@ class _Check:
         folder = run.profile / (partition or "all")
         folder.mkdir(mode=0o700)
         self.task = CheckJob(cluster, workload, self.nodes, folder)
+        self.expected = self.nodes * cluster.workers_per_node
         self.site: Site | None = None
         self.job: Submitted | None = None
-        self.is_complete = False
         self.ranks: list[RankReport] = []
         self.verdicts: list[Verdict] = []
+        # what was last said about the job
+        self._said = ""
 
     def begin(self) -> None:
         """Judge Slurm's answers, and submit the job unless it would be refused."""
@@ -174,12 +176,60 @@ class _Check:
         """Wait for the job and judge its workers' reports."""
         if self.job is None:
             return
-        expected = self.nodes * self.cluster.workers_per_node
-        watch = _Watch(self.launcher, self.job, self.task, expected)
-        self.verdicts += watch.follow(wait_s)
-        self.ranks, self.is_complete = watch.reports, watch.is_complete
-        self.verdicts += judge_job(self.cluster, self.workload, self.ranks, expected)
+        self.verdicts += self._follow(self.job, wait_s)
+        self.verdicts += judge_job(self.cluster, self.workload, self.ranks, self.expected)
         self.verdicts += judge_network(self.ranks, _networks(self.job))
+
+    @property
+    def is_complete(self) -> bool:
+        """Tell whether all workers have finished their reports."""
+        return len(self.ranks) == self.expected and all(each.finished for each in self.ranks)
+
+    def _follow(self, job: Submitted, wait_s: float) -> list[Verdict]:
+        """Wait until all workers have reported; return the verdicts on the job itself."""
+        ends = time.monotonic() + wait_s
+        gone = 0
+        while gone < self.launcher.executor.limits.gone_polls:
+            state = self.launcher.executor.states([job]).get(job.job_id)
+            self.ranks = self.task.reports()
+            if self.is_complete:
+                return []
+            gone = gone + 1 if state is None else 0
+            if state is not None and waits(state):
+                if self.ranks:
+                    self._complete_requeued()
+                    break
+                wait = explain(state)
+                reason = "" if state.reason.strip("()") == "None" else state.reason
+                why = ": ".join(filter(None, (reason, wait.words)))
+                self._say(f"job {job.job_id} waits ({why})")
+                if wait.stuck or time.monotonic() > ends:
+                    return [_not_started(why, wait_s, stuck=wait.stuck)]
+            elif state is not None:
+                self._say(f"job {job.job_id} runs")
+            time.sleep(POLL_S)
+        return [] if self.is_complete else [self._ended_early(job)]
+
+    def _say(self, words: str) -> None:
+        if words != self._said:
+            sys.stderr.write(f"{words}\n")
+            self._said = words
+
+    def _complete_requeued(self) -> None:
+        """Complete reports that a granted requeue cut off: it ends rank 0 before it can say so."""
+        granted = {"requeue": Requeue(refused=""), "finished": True, "at_work_on": None}
+        for index, each in enumerate(self.ranks):
+            if each.at_work_on is Probe.REQUEUE:
+                self.ranks[index] = each.model_copy(update=granted)
+
+    def _ended_early(self, job: Submitted) -> Verdict:
+        self.launcher.executor.cancel([job])
+        (end,) = self.launcher.wait([job])
+        last = end.log_tail.strip().rpartition("\n")[2]
+        found = f"ended early ({end.failure.value.replace('_', ' ')})"
+        if last:
+            found += f": {last}"
+        return failed(Topic.JOB, found, f"see {end.log_file or job.folder}")
 
     def cancel(self) -> None:
         """Cancel the job, which is pending again after a granted requeue, and await its end."""
@@ -214,70 +264,6 @@ def _for_check(cluster: ClusterSpec) -> ClusterSpec:
     )
     own = {"environment": {**nccl_log, **cluster.environment}, "signal_delay_s": SIGNAL_DELAY_S}
     return cluster.model_copy(update=own)
-
-
-class _Watch:
-    """Follows a job until all workers have reported, it has ended, or it will not start in time."""
-
-    def __init__(self, launcher: Launcher, job: Submitted, task: CheckJob, expected: int) -> None:
-        self.launcher, self.job, self.task, self.expected = launcher, job, task, expected
-        self.reports: list[RankReport] = []
-        self._shown = ""
-
-    @property
-    def is_complete(self) -> bool:
-        """Tell whether all workers have finished their reports."""
-        return len(self.reports) == self.expected and all(each.finished for each in self.reports)
-
-    def follow(self, wait_s: float) -> list[Verdict]:
-        """Wait for the job; return the verdicts on the job itself."""
-        ends = time.monotonic() + wait_s
-        gone = 0
-        while gone < self.launcher.executor.limits.gone_polls:
-            state = self.launcher.executor.states([self.job]).get(self.job.job_id)
-            self.reports = self.task.reports()
-            if self.is_complete:
-                return []
-            gone = gone + 1 if state is None else 0
-            if state is not None and waits(state):
-                if self.reports:
-                    self._complete_requeued()
-                    break
-                wait = explain(state)
-                reason = "" if state.reason.strip("()") == "None" else state.reason
-                why = ": ".join(filter(None, (reason, wait.words)))
-                self._say(f"waits ({why})")
-                if wait.stuck or time.monotonic() > ends:
-                    return [_not_started(why, wait_s, stuck=wait.stuck)]
-            elif state is not None:
-                self._say("runs")
-            time.sleep(POLL_S)
-        return [] if self.is_complete else [self._ended_early()]
-
-    def _say(self, words: str) -> None:
-        if words != self._shown:
-            sys.stderr.write(f"job {self.job.job_id} {words}\n")
-            self._shown = words
-
-    def _complete_requeued(self) -> None:
-        """Complete reports that a granted requeue cut off: it ends rank 0 before it can say so."""
-        self.reports = [
-            each.model_copy(
-                update={"requeue": Requeue(refused=""), "finished": True, "at_work_on": None}
-            )
-            if each.at_work_on is Probe.REQUEUE
-            else each
-            for each in self.reports
-        ]
-
-    def _ended_early(self) -> Verdict:
-        self.launcher.executor.cancel([self.job])
-        (end,) = self.launcher.wait([self.job])
-        last = end.log_tail.strip().rpartition("\n")[2]
-        found = f"ended early ({end.failure.value.replace('_', ' ')})"
-        if last:
-            found += f": {last}"
-        return failed(Topic.JOB, found, f"see {end.log_file or self.job.folder}")
 
 
 def _not_started(why: str, wait_s: float, *, stuck: bool) -> Verdict:
