@@ -60,10 +60,10 @@ def script_for(shell: str) -> str:
     parser = argparse.ArgumentParser(PROGRAM)
     parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers()
-    for name, command in COMMANDS.items():
+    for name, each in COMMANDS.items():
         # each command's module has a `_parser`
-        own = importlib.import_module(command.module)._parser()
-        added = commands.add_parser(name, help=command.help, parents=[own], add_help=False)
+        own = importlib.import_module(each.module)._parser()
+        added = commands.add_parser(name, help=each.help, parents=[own], add_help=False)
         for action in added._actions:
             if (how := _files(action)) is not None:
                 vars(action)["complete"] = how

@@ -341,7 +341,6 @@ def _contents(path: Path) -> bytes:
 
 def _say_plan(sweep: Sweep, plan: Plan, *, is_new: bool = True) -> None:
     """Print the plan, in full only if it is new."""
-
     differs = list(plan.other_objective)
     if not differs and plan.objective != sweep.spec.objective.kind:
         differs = [f'objective.kind = "{plan.objective}"']

@@ -167,7 +167,10 @@ class RunDirectory:
         rooms = (self.slurm, self.profile, self.root / "train", self.report)
         left = [room for room in rooms if room.is_dir() and any(room.iterdir())]
         documents = [
-            self.events_file, self.trial_file, self.accounting_file, self.notifications_file
+            self.events_file,
+            self.trial_file,
+            self.accounting_file,
+            self.notifications_file,
         ]
         documents += self.root.glob("footprint*.json")
         documents = [path for path in documents if path.exists()]

@@ -190,9 +190,10 @@ def _profile_stand(facts: Facts, all_jobs: Sequence[JobStatus], good: bool, bad:
         return "unknown"
     if is_at_work(facts, all_jobs):
         return "waiting"
+    stand: Stand = "stopped" if jobs or good else "none"
     if (bad or JobPhase.FAILED in phases) and not good:
-        return "failed"
-    return "stopped" if jobs or good else "none"
+        stand = "failed"
+    return stand
 
 
 def _went_on(facts: Facts) -> bool:

@@ -160,7 +160,9 @@ def _profile(profile: ProfileStatus) -> str:
     if profile.failed:
         counts.append(f"{profile.failed} failed")
     stand = {
-        "none": "not begun", "stopped": "not going on", "unknown": "not over according to the files"
+        "none": "not begun",
+        "stopped": "not going on",
+        "unknown": "not over according to the files",
     }.get(profile.stand, profile.stand)
     parts = [f"{stand}: {', '.join(counts)}", plural(profile.jobs, "job")]
     if profile.left_s is not None:
