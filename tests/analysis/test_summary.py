@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.run_factory import make_run
 from tula_hpc.analysis.report.output import GAP, TextColumn, fitted
 from tula_hpc.cli.pipeline import print_summary
+from tula_hpc.formatting import printable_output
 from tula_hpc.records import TrainResult
 
 texts = st.text("abc ◆漢\n", max_size=20)
@@ -52,6 +53,19 @@ def test_the_summary_fits_the_terminal(
     for word in ("configuration", "predicted", "cost", "accuracy", "chosen", "smaller batch"):
         assert word in text
     assert ("memory" in text) == (width == 140)
+
+
+def test_the_escapes_of_the_table_reach_the_terminal_and_are_not_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    run = make_run(tmp_path / "run")
+    with printable_output():
+        print_summary(run.read_plan(), run.measurements().records, None)
+    output = capsys.readouterr().out
+    assert "\x1b[" in output
+    assert r"\x1b" not in output
 
 
 def test_an_output_that_was_closed_is_reported_to_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
