@@ -38,10 +38,11 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tula_hpc.attach.own_folder import own_folder
 from tula_hpc.attach.script import ParsedOptions, Script, with_placeholders, worded
 from tula_hpc.command_errors import CommandParser, exit_code_of
 from tula_hpc.config import ClusterSpec, SearchSpec
@@ -153,36 +154,21 @@ def _run(options: argparse.Namespace) -> int:
             )
         return 1
     shutil.rmtree(folder, ignore_errors=True)
-    names = ParsedOptions(**result["options"]).names
-    settings = _settings_alone(options.arguments, names)
-    source = _read_source(options)
-    table, unknown = _table(options, result, settings, source)
+    draft = _Draft(options, result)
     completed = ""
     if options.into is not None:
-        used = [names.get(argument, argument) for argument in options.arguments]
-        asked = asked_batch(options.into.read_text(), used)
-        got = result["forward_batch"]
+        asked = draft.batch_asked(options.into)
         # 0: no tensor shows the batch
-        if asked is not None and got not in (0, asked):
+        if asked is not None and draft.batch not in (0, asked):
             sys.stderr.write(
-                f"asked for {plural(asked, 'sample')} a forward pass, the model got {got}: look at "
-                f"how {options.script} takes its batch; {options.into} stays as it is\n"
+                f"asked for {plural(asked, 'sample')} a forward pass, the model got {draft.batch}: "
+                f"look at how {options.script} takes its batch; {options.into} stays as it is\n"
             )
             return 1
-        known = {key: value for key, value in table.items() if key not in unknown}
-        known |= {"base_batch": _step_batch(result), "passes": result["accumulation"]}
-        # an argument in the file may carry the batch, though none of this run does
-        completed = _complete(
-            options.into,
-            known,
-            table["arguments"],
-            names,
-            asked=unknown.get("arguments"),
-            by_hand=bool(settings),
-        )
+        completed = draft.complete(options.into)
     if options.json:
-        content = {"schema_version": 1, **result, "workload": table, "unknown": list(unknown)}
-        lines = [json.dumps(content, indent=1)]
+        more = {"workload": draft.table, "unknown": list(draft.unknown)}
+        lines = [json.dumps({"schema_version": 1, **result, **more}, indent=1)]
     elif completed:
         lines = [*_observations(result), completed]
     else:
@@ -190,7 +176,7 @@ def _run(options: argparse.Namespace) -> int:
             f"# Sweep of {options.script}, as one worker ran it here. Fill in what is {UNKNOWN!r}.",
             *(f"# {line}" for line in _observations(result)),
             "",
-            *_sweep_file(result, table, unknown, source),
+            *draft.sweep_file(),
         ]
     write_out("\n".join(lines) + "\n")
     return 0
@@ -223,9 +209,10 @@ def _check_into(path: Path, run: Path | str) -> str | None:
     if not path.is_file():
         message = "no such file; tula init --script writes it; without --into it is printed"
         raise InputError(message, source=path)
-    workload = read_toml(path).get("workload")
+    table = read_toml(path).get("workload")
+    workload = table if isinstance(table, dict) else {}
     key = "script" if isinstance(run, Path) else "module"
-    named = workload.get(key) if isinstance(workload, dict) else None
+    named = workload.get(key)
     is_same = named == run
     if isinstance(run, Path) and isinstance(named, str):
         # the text may be no possible path, or name no file
@@ -235,7 +222,7 @@ def _check_into(path: Path, run: Path | str) -> str | None:
         found = "is missing" if named is None else f"is {shown(named)}"
         message = f"{found}; expected the sweep file of {run}, which is run here"
         raise InputError(message, source=path, key=f"workload.{key}")
-    counted = workload.get("counted_model") if isinstance(workload, dict) else None
+    counted = workload.get("counted_model")
     return counted if isinstance(counted, str) else None
 
 
@@ -254,7 +241,7 @@ def _look(
         mode="look",
         program=script,
         home=Path.cwd(),
-        message_file=folder / "first.said",
+        message_file=folder / "said",
         parent=os.getpid(),
         device=device,
         counted_model=counted,
@@ -274,16 +261,7 @@ def _look(
 
 def _run_script(spec: ChildSpec, search: SearchSpec, folder: Path) -> ProcessEnd:
     """Run a script in a folder of its own until it is measured or ends; return how it ended."""
-    from tula_hpc.attach.own_folder import own_folder
-    from tula_hpc.attach.processes import (
-        WorkerPeers,
-        choose_meeting,
-        meeting_from,
-        own_output,
-        start,
-        variables_of,
-        watch,
-    )
+    from tula_hpc.attach import processes
     from tula_hpc.attach.script_profile import Settings
 
     place = WorkerEnvironment(0, 1, 0, 0, "", 0, (os.uname().nodename,), on_slurm=False)
@@ -293,19 +271,15 @@ def _run_script(spec: ChildSpec, search: SearchSpec, folder: Path) -> ProcessEnd
         configuration=Configuration(1, 1, 1),
         place=place,
     )
-    changes = {
-        "settings": settings.model_dump(mode="json"),
-        "message_file": folder.with_suffix(".said"),
-    }
-    spec = spec.model_copy(update=changes)
-    meeting = meeting_from(choose_meeting(place))
+    spec = spec.model_copy(update={"settings": settings.model_dump(mode="json")})
+    meeting = processes.meeting_from(processes.choose_meeting(place))
     program = spec.program
     above = named_above([str(program.path or program.module)], program.arguments)
     own_folder(folder / "work", Path.cwd(), above)
-    with own_output(folder, 0) as (work, output):
-        variables = variables_of(place, 1, meeting, spec.device)
-        child = start(spec, variables, work, folder / "rank-0.log", output)
-        return watch(child, WorkerPeers(None, meeting.run_id), PATIENCE_S)
+    with processes.own_output(folder, 0) as (work, output):
+        variables = processes.variables_of(place, 1, meeting, spec.device)
+        child = processes.start(spec, variables, work, Path(output.name), output)
+        return processes.watch(child, processes.WorkerPeers(None, meeting.run_id), PATIENCE_S)
 
 
 def _observations(result: dict[str, Any]) -> Iterator[str]:
@@ -357,60 +331,6 @@ def _observations(result: dict[str, Any]) -> Iterator[str]:
         yield f"resume      {ONE_ITERATOR}"
 
 
-def _table(
-    options: argparse.Namespace,
-    result: dict[str, Any],
-    settings: str,
-    source: ScriptOptions | None,
-) -> tuple[dict[str, Any], dict[str, KeyLine]]:
-    """Return the table `[workload]` that would profile the script, and lines for missing keys.
-
-    `settings` is the file that the script takes instead of options; "" if it takes options.
-    """
-    key = "module" if options.is_module else "script"
-    known = ParsedOptions(**result["options"])
-    got = result["forward_batch"]
-    arguments = with_placeholders(options.arguments, got, result["accumulation"], known)
-    if source is not None:
-        arguments = with_shared_passes(source, arguments)
-        if result["accumulation"] == 1:
-            arguments = source.for_all_workers(arguments)
-    table: dict[str, Any] = {key: options.script, "arguments": arguments}
-    asked: dict[str, tuple[Any, str]] = {}
-    if not any("batch}" in argument for argument in arguments):
-        asked["arguments"] = _asked_arguments(source, arguments, known, got, settings)
-    samples = result["samples"] or 0
-    if samples >= max(1, got):
-        table["samples"] = samples
-    else:
-        words = "of an epoch, over all workers; the loader does not say"
-        if samples:
-            words = (
-                f"of an epoch, over all workers, as the {got} of a pass are counted: the data set "
-                f"has only {samples} items"
-            )
-        asked["samples"] = (50_000, words)
-    # the epochs of this run are not used, as it was only a trial
-    words = "of the whole training"
-    joined = " ".join(arguments)
-    if "{steps}" in joined:
-        words += "; {steps} is epochs * samples / global batch"
-    elif "{epochs}" not in joined:
-        words += "; put {epochs} into the argument that sets them, or {steps} where steps are set"
-    asked["epochs"] = (90, words)
-    passes = 1 if share_passes(arguments) else result["accumulation"]
-    planned = power_of_two(max(1, passes))
-    if passes == planned or "{accumulation}" in joined:
-        table |= {"accumulation": planned} if planned > 1 else {}
-    else:
-        words = f"a step took {passes} forward passes here; only powers of two can be planned"
-        asked["accumulation"] = (planned, words)
-    return table, {
-        key: KeyLine(key, value, f"{words}: {UNKNOWN}", asked=True)
-        for key, (value, words) in asked.items()
-    }
-
-
 def _read_source(options: argparse.Namespace) -> ScriptOptions | None:
     """Return the options in the script's source; None if it cannot be read here."""
     program = program_of(options.script) if options.is_module else Path(options.script)
@@ -425,162 +345,201 @@ def _gives_keys(arguments: Sequence[str]) -> bool:
     return any(re.match(r"[^-=]+=", argument) for argument in arguments)
 
 
-def _asked_arguments(
-    source: ScriptOptions | None,
-    arguments: list[str],
-    known: ParsedOptions,
-    got: int,
-    settings: str,
-) -> tuple[list[str], str]:
-    """Return arguments that might carry the batch, which none of the run's is, and the reason."""
-    words = (
-        f"no argument is {got}, the batch that the model got: put {{local_batch}} into the one "
-        "that sets it, and check that the script's loader uses it"
-    )
-    if not got:
-        words = "no tensor shows the batch: put {local_batch} into the argument that sets it"
-    elif not (arguments or known.names or _in_source(source)):
-        words = (
-            f"the script was given no arguments and parses none: its batch, {got}, is set in its "
-            "source or environment; give it an option for that"
-        )
-    carrying = _with_batch(arguments, known, source)
-    if got and settings:
-        place = Path(settings)
-        carrying = [str(place.with_stem(f"{place.stem}-{{local_batch}}"))]
-        words = (
-            f"the script was given only {settings} and parsed no options: write one such file "
-            "for each batch that is tried"
-        )
-    if got and (named := _named_by(arguments, got)):
-        carrying = named
-        words = f"a file is named after {got}, the batch: write one for each batch that is tried"
-    return carrying, words
+class _Draft:
+    """Table `[workload]` that would profile the script, as far as its run here shows it.
 
-
-def _settings_alone(arguments: Sequence[str], names: Mapping[str, str]) -> str:
-    """Return the file of settings that a script takes instead of options; "" if it takes options.
-
-    `HfArgumentParser` refuses options beside its file.
+    Attributes:
+        table: Keys that are known; its arguments may lack the batch.
+        unknown: Lines for keys that have to be filled in or corrected.
     """
-    is_alone = len(arguments) == 1 and not names and Path(arguments[0]).suffix in SETTINGS
-    return arguments[0] if is_alone else ""
+
+    def __init__(self, options: argparse.Namespace, result: dict[str, Any]) -> None:
+        self.options, self.result = options, result
+        self.known = ParsedOptions(**result["options"])
+        self.source = _read_source(options)
+        # samples of a forward pass; 0: no tensor shows them
+        self.batch = int(result["forward_batch"])
+        self.passes = int(result["accumulation"])
+        given = options.arguments
+        # `HfArgumentParser` refuses options beside its file
+        is_alone = len(given) == 1 and not self.known.names and Path(given[0]).suffix in SETTINGS
+        # file of settings that the script takes instead of options; "": it takes options
+        self.settings = given[0] if is_alone else ""
+        self.unknown: dict[str, KeyLine] = {}
+        arguments = with_placeholders(given, self.batch, self.passes, self.known)
+        if self.source is not None:
+            arguments = with_shared_passes(self.source, arguments)
+            if self.passes == 1:
+                arguments = self.source.for_all_workers(arguments)
+        key = "module" if options.is_module else "script"
+        self.table: dict[str, Any] = {key: options.script, "arguments": arguments}
+        if not any("batch}" in argument for argument in arguments):
+            self._ask("arguments", *self._carrying(arguments))
+        self._add_samples()
+        # the epochs of this run are not used, as it was only a trial
+        words = "of the whole training"
+        joined = " ".join(arguments)
+        if "{steps}" in joined:
+            words += "; {steps} is epochs * samples / global batch"
+        elif "{epochs}" not in joined:
+            words += (
+                "; put {epochs} into the argument that sets them, or {steps} where steps are set"
+            )
+        self._ask("epochs", 90, words)
+        passes = 1 if share_passes(arguments) else self.passes
+        planned = power_of_two(max(1, passes))
+        if passes != planned and "{accumulation}" not in joined:
+            words = f"a step took {passes} forward passes here; only powers of two can be planned"
+            self._ask("accumulation", planned, words)
+        elif planned > 1:
+            self.table["accumulation"] = planned
+
+    def _ask(self, key: str, value: Any, words: str) -> None:
+        self.unknown[key] = KeyLine(key, value, f"{words}: {UNKNOWN}", asked=True)
+
+    def _add_samples(self) -> None:
+        samples = self.result["samples"] or 0
+        if samples >= max(1, self.batch):
+            self.table["samples"] = samples
+            return
+        words = "of an epoch, over all workers; the loader does not say"
+        if samples:
+            words = (
+                f"of an epoch, over all workers, as the {self.batch} of a pass are counted: the "
+                f"data set has only {samples} items"
+            )
+        self._ask("samples", 50_000, words)
+
+    @property
+    def step_batch(self) -> int:
+        """Samples in a step of the one worker that ran; 0: no tensor shows them."""
+        return self.passes * self.batch
+
+    def _carrying(self, arguments: list[str]) -> tuple[list[str], str]:
+        """Return arguments that might carry the batch, which none of the run's is, and why."""
+        got, settings = self.batch, self.settings
+        words = (
+            f"no argument is {got}, the batch that the model got: put {{local_batch}} into the one "
+            "that sets it, and check that the script's loader uses it"
+        )
+        if not got:
+            words = "no tensor shows the batch: put {local_batch} into the argument that sets it"
+        elif not (arguments or self.known.names or self._in_source()):
+            words = (
+                f"the script was given no arguments and parses none: its batch, {got}, is set in "
+                "its source or environment; give it an option for that"
+            )
+        carrying = self._with_batch(arguments)
+        if got and settings:
+            place = Path(settings)
+            carrying = [str(place.with_stem(f"{place.stem}-{{local_batch}}"))]
+            words = (
+                f"the script was given only {settings} and parsed no options: write one such file "
+                "for each batch that is tried"
+            )
+        if got and (named := _named_by(arguments, got)) != arguments:
+            carrying = named
+            words = (
+                f"a file is named after {got}, the batch: write one for each batch that is tried"
+            )
+        return carrying, words
+
+    def _with_batch(self, arguments: list[str]) -> list[str]:
+        """Return the arguments with {local_batch} in an option of the run, else of the script."""
+        for place, argument in enumerate(arguments):
+            name, equals, _ = argument.partition("=")
+            if "batch" in name and (equals or name.startswith("-")):
+                carrying = [f"{name}={{local_batch}}"] if equals else [name, "{local_batch}"]
+                return [*arguments[:place], *carrying, *arguments[place + 2 - len(equals) :]]
+        # without positional arguments, which have no name to type
+        typed = (name for name in self.known.names.values() if not name.isidentifier())
+        own = next((name for name in typed if "batch" in name), None)
+        if own is not None:
+            return [*arguments, *worded(own, "{local_batch}")]
+        if in_source := self._in_source():
+            return [*arguments, *in_source]
+        if _gives_keys(arguments):
+            return [*arguments, "batch_size={local_batch}"]
+        return [*arguments, "--batch-size", "{local_batch}"]
+
+    def _in_source(self) -> list[str]:
+        """Return the words for {local_batch} by an option in the source; [] without one."""
+        source = self.source
+        if source is None or source.batch is None:
+            return []
+        return source.for_all_workers(source.batch.words("{local_batch}"))
+
+    def sweep_file(self) -> Iterator[str]:
+        """Yield the lines of a sweep file, valid once those that end with `unknown` are filled."""
+        script = self.options.script
+        stem = script.rpartition(".")[2] if self.options.is_module else Path(script).stem
+        yield from (name_line(stem), "", "[workload]")
+        # numbers, strings and lists of strings are written in TOML as in JSON
+        for name, value in self.table.items():
+            line = f"{name} = {json.dumps(value, ensure_ascii=False)}"
+            if name == "arguments" and "{local_batch}" in line:
+                line += (
+                    " # {global_batch} instead, if the script divides its batch among all workers"
+                )
+            if name not in self.unknown:
+                yield line
+        lines = [*self.unknown.values()]
+        # a state that is kept here needs no arguments, even if another file of the script keeps it
+        if self.source is not None and not self.result["measurement"].get("kept"):
+            lines += resume_lines(self.source)
+        yield from (line.text() for line in (*lines, METRIC))
+        yield ""
+        yield from search_and_training(
+            ClusterSpec(device=self.result["device"]),
+            max(1, self.step_batch),
+            self.table.get("accumulation", 1),
+            self.table.get("samples"),
+        )
+
+    def batch_asked(self, path: Path) -> int | None:
+        """Return the samples of a pass that the run was to have by a sweep file; None: any."""
+        names = self.known.names
+        used = [names.get(argument, argument) for argument in self.options.arguments]
+        return asked_batch(path.read_text(), used)
+
+    def complete(self, path: Path) -> str:
+        """Write values that a sweep file lacks; say in a sentence what was added and is missing."""
+        text = path.read_text()
+        table = {key: value for key, value in self.table.items() if key not in self.unknown}
+        table |= {"passes": self.passes, "base_batch": self.step_batch * workers_in(text)}
+        text, keys = fill_in(text, table)
+        # the arguments may lack the batch here and have it in the file
+        asked = self.unknown.get("arguments")
+        # arguments that only the user can write; those in the file are no use
+        by_hand = asked if self.settings else None
+        used = () if by_hand else self.table["arguments"]
+        text, added = with_arguments(text, used, self.known.names)
+        if asked is not None:
+            text = with_asked_arguments(text, asked)
+        if keys:
+            text, bounds = with_fitting_bounds(text)
+            table |= bounds
+            keys += sorted(bounds, reverse=True)
+        if text != path.read_text():
+            write_atomically(path, text)
+        got = [f"{key} = {json.dumps(table[key], ensure_ascii=False)}" for key in keys]
+        if added:
+            got.append(f"arguments with {' '.join(added)}")
+        done = f"filled in {', '.join(got)}" if got else "nothing to fill in"
+        lacking = [*required_keys(text), *required_arguments(text)]
+        if by_hand is not None:
+            value = json.dumps(by_hand.value, ensure_ascii=False)
+            why = by_hand.comment.removesuffix(f": {UNKNOWN}")
+            lacking.append(f"arguments = {value} ({why})")
+        ready = f"fill in {' and '.join(lacking)} by hand" if lacking else "it is complete"
+        advice = other_passes(text, self.passes, is_step="base_batch" in keys)
+        return f"{path}: {done}; {advice}{ready}."
 
 
 def _named_by(arguments: list[str], batch: int) -> list[str]:
-    """Return the arguments with {local_batch} for the batch in a file's name; [] if none has it."""
+    """Return the arguments with {local_batch} in place of the batch in the name of a file."""
     pattern = rf"(?<!\d){batch}(?!\d)(?=[^/]*\.[a-z]\w*$)"
-    changed = [re.sub(pattern, "{local_batch}", argument) for argument in arguments]
-    return changed if changed != arguments else []
-
-
-def _with_batch(
-    arguments: list[str], known: ParsedOptions, source: ScriptOptions | None
-) -> list[str]:
-    """Return the arguments with {local_batch} in an option of the run, or else of the script."""
-    for place, argument in enumerate(arguments):
-        name, equals, _ = argument.partition("=")
-        if "batch" in name and (equals or name.startswith("-")):
-            carrying = [f"{name}={{local_batch}}"] if equals else [name, "{local_batch}"]
-            return [*arguments[:place], *carrying, *arguments[place + 2 - len(equals) :]]
-    # without positional arguments, which have no name to type
-    typed = (name for name in known.names.values() if not name.isidentifier())
-    own = next((name for name in typed if "batch" in name), None)
-    if own is not None:
-        return [*arguments, *worded(own, "{local_batch}")]
-    if in_source := _in_source(source):
-        return [*arguments, *in_source]
-    if _gives_keys(arguments):
-        return [*arguments, "batch_size={local_batch}"]
-    return [*arguments, "--batch-size", "{local_batch}"]
-
-
-def _in_source(source: ScriptOptions | None) -> list[str]:
-    """Return the words for {local_batch} by an option in the script's source; [] without one."""
-    if source is None or source.batch is None:
-        return []
-    return source.for_all_workers(source.batch.words("{local_batch}"))
-
-
-def _sweep_file(
-    result: dict[str, Any],
-    table: dict[str, Any],
-    unknown: dict[str, KeyLine],
-    source: ScriptOptions | None,
-) -> Iterator[str]:
-    """Yield the lines of a sweep file, valid once those that end with `unknown` are filled in."""
-    if "module" in table:
-        yield name_line(table["module"].rpartition(".")[2])
-    else:
-        yield name_line(Path(table["script"]).stem)
-    yield from ("", "[workload]")
-    # numbers, strings and lists of strings are written in TOML as in JSON
-    for name, value in table.items():
-        line = f"{name} = {json.dumps(value, ensure_ascii=False)}"
-        if name == "arguments" and "{local_batch}" in line:
-            line += " # {global_batch} instead, if the script divides its batch among all workers"
-        if name not in unknown:
-            yield line
-    yield from (line.text() for line in unknown.values())
-    # a state that is kept here needs no arguments, even if another file of the script keeps it
-    if source is not None and not result["measurement"].get("kept"):
-        yield from (line.text() for line in resume_lines(source))
-    yield METRIC.text()
-    yield ""
-    cluster = ClusterSpec(device=result["device"])
-    yield from search_and_training(
-        cluster,
-        max(1, _step_batch(result)),
-        table.get("accumulation", 1),
-        table.get("samples"),
-    )
-
-
-def _step_batch(result: Mapping[str, Any]) -> int:
-    """Return the samples in a step of the one worker that ran; 0: no tensor shows them."""
-    return int(result["accumulation"] * result["forward_batch"])
-
-
-def _complete(
-    path: Path,
-    table: dict[str, Any],
-    arguments: Sequence[str],
-    names: Mapping[str, str],
-    *,
-    asked: KeyLine | None,
-    by_hand: bool,
-) -> str:
-    """Write values that a sweep file lacks; return a sentence on what was added and is missing.
-
-    `table` has the known keys of the workload, the `passes` of a step, and one worker's
-    `base_batch`, 0 where it is unknown. `arguments` have placeholders; `names` has each option's
-    longest name by any name. `asked` has the arguments that the user has to write, if the batch is
-    in none of the run's; `by_hand`: those in the file are no use.
-    """
-    text = path.read_text()
-    table = {**table, "base_batch": table["base_batch"] * workers_in(text)}
-    text, keys = fill_in(text, table)
-    text, added = with_arguments(text, () if asked and by_hand else arguments, names)
-    if asked is not None:
-        text = with_asked_arguments(text, asked)
-    if keys:
-        text, bounds = with_fitting_bounds(text)
-        table |= bounds
-        keys += sorted(bounds, reverse=True)
-    if text != path.read_text():
-        write_atomically(path, text)
-    got = [f"{key} = {json.dumps(table[key], ensure_ascii=False)}" for key in keys]
-    if added:
-        got.append(f"arguments with {' '.join(added)}")
-    done = f"filled in {', '.join(got)}" if got else "nothing to fill in"
-    lacking = [*required_keys(text), *required_arguments(text)]
-    if asked is not None and by_hand:
-        value = json.dumps(asked.value, ensure_ascii=False)
-        why = asked.comment.removesuffix(f": {UNKNOWN}")
-        lacking.append(f"arguments = {value} ({why})")
-    ready = f"fill in {' and '.join(lacking)} by hand" if lacking else "it is complete"
-    advice = other_passes(text, table["passes"], is_step="base_batch" in keys)
-    return f"{path}: {done}; {advice}{ready}."
+    return [re.sub(pattern, "{local_batch}", argument) for argument in arguments]
 
 
 if __name__ == "__main__":
