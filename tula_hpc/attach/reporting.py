@@ -160,21 +160,21 @@ def unexplained(
 
     A signal's code is less than 0. `message` is its last message, `printed` the end of its output.
     """
-    steps = message.steps if message is not None else 0
+    failure = Failure.BAD_INPUT
+    detail = f"{script.name} ended its process by itself, with exit code {code}"
     if code == -signal.SIGABRT and (found := _MISMATCH.search(printed)):
         detail = (
             f"the workers of {script.name} took part in different collectives (one sent "
             f"{found[1]} bytes where {found[2]} were expected); {EVERY_WORKER}"
         )
-        return ProcessMessage(state="failed", failure=Failure.BAD_INPUT, detail=detail, steps=steps)
-    if code < 0:
+    elif code < 0:
         # some signals have no name
         known = {each.value: each.name for each in signal.Signals}
         name = known.get(-code, f"signal {-code}")
+        failure = Failure.KILLED
         detail = f"{script.name} was ended by {name}"
-        return ProcessMessage(state="failed", failure=Failure.KILLED, detail=detail, steps=steps)
-    detail = f"{script.name} ended its process by itself, with exit code {code}"
-    return ProcessMessage(state="failed", failure=Failure.BAD_INPUT, detail=detail, steps=steps)
+    steps = message.steps if message is not None else 0
+    return ProcessMessage(state="failed", failure=failure, detail=detail, steps=steps)
 
 
 def _hint(error: Exception) -> str:
