@@ -1,8 +1,8 @@
 """Profile job of a script: each configuration in fresh processes, inside the job's allocation.
 
-Importing this imports no torch, see `run`. The job's workers stay outside: each starts the script's
-process of its rank and watches it, and all of them learn how every process ended before any acts on
-it. The records are those of a profile of the built-in training.
+The job's workers stay outside: each starts the script's process of its rank and watches it, and all
+of them learn how every process ended before any acts on it. The records are those of a profile of
+the built-in training.
 
 `script_profile.py` describes the whole course, from the job to the measured steps;
 `profiling/profile_loop.py` describes the case that memory runs out.
@@ -17,18 +17,34 @@ import shutil
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tula_hpc.attach.own_folder import own_folder
+from tula_hpc.attach.processes import (
+    Meeting,
+    ProcessEnd,
+    WorkerPeers,
+    choose_meeting,
+    end_as,
+    meeting_from,
+    own_output,
+    start,
+    variables_of,
+    watch,
+    worst,
+)
+from tula_hpc.attach.reporting import ChildSpec
 from tula_hpc.attach.script import counts_steps, forward_batch, script_of
-from tula_hpc.config import SearchSpec
-from tula_hpc.ddp.exit_at_once import leaving_at_once
-from tula_hpc.env import WorkerEnvironment, job_started_at, join_job, loading_libraries, unix_time
+from tula_hpc.attach.script_profile import Settings
+from tula_hpc.config import SearchSpec, SweepSpec
+from tula_hpc.ddp.process_group import Allocation, place_among
+from tula_hpc.env import WorkerEnvironment, job_started_at, unix_time
 from tula_hpc.errors import StorageError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.files import HeldFolder
 from tula_hpc.launch.job_specs import ProfileJob, in_passes
 from tula_hpc.own_sources import digests_of, named_above
+from tula_hpc.profiling.record import broken_devices, describe, record_oom, refuse_shared_device
 from tula_hpc.profiling.work_queue import WorkQueue
 from tula_hpc.records import (
     Configuration,
@@ -39,23 +55,11 @@ from tula_hpc.records import (
     recorded_in,
 )
 
-if TYPE_CHECKING:
-    from tula_hpc.attach.processes import Meeting, ProcessEnd
-    from tula_hpc.ddp.process_group import Allocation
 
-
-def run(job: ProfileJob) -> int:
-    """Measure and append; every worker calls this. Return how many configurations it measured."""
-    env = join_job()
-    # notes that the job began, before torch is imported, which takes seconds
-    queue = WorkQueue(job, env)
-    with loading_libraries():
-        from tula_hpc.ddp.device_errors import reporting_broken_devices
-        from tula_hpc.ddp.process_group import Allocation
-
-    with leaving_at_once(), reporting_broken_devices(job.output.parent.parent, "profile"):
-        allocation = Allocation(job.cluster, env, timedelta(minutes=job.cluster.profile_minutes))
-        return Session(job, allocation, queue).run()
+def run_profile(job: ProfileJob, env: WorkerEnvironment, queue: WorkQueue) -> int:
+    """Measure a job's configurations; see `ProfileJob`."""
+    allocation = Allocation(job.cluster, env, timedelta(minutes=job.cluster.profile_minutes))
+    return Session(job, allocation, queue).run()
 
 
 class Session:
@@ -95,17 +99,13 @@ class Session:
         text = self.allocation.broadcast(lambda: json.dumps([self.queue.next(), self.queue.passes]))
         fields, passes = json.loads(text)
         self.sweep = in_passes(self.job.sweep, passes or 1)
-        if fields is None:
-            return None
-        return Configuration(*fields)
+        return None if fields is None else Configuration(*fields)
 
     def _measure(self) -> None:
         """Measure a configuration on the first nodes; all workers learn how that went. Collective.
 
         A script that ends early is run once more, with a measurement short enough for its steps.
         """
-        from tula_hpc.attach.processes import worst
-
         self.search = self.job.sweep.search
         outcomes, meeting = self._run()
         began_at = meeting.began_at
@@ -120,14 +120,10 @@ class Session:
         if not end.is_done:
             self._fail(end)
         self.measured += self.place is not None
-        first = next(each for each in outcomes if each.rank == 0)
-        self._record(first.message.result, meeting._replace(began_at=began_at))
+        self._record(outcomes[0].message.result, meeting._replace(began_at=began_at))
 
     def _run(self) -> tuple[list[ProcessEnd], Meeting]:
         """Run the script's processes to their end; return how each ended. Collective."""
-        from tula_hpc.attach.processes import WorkerPeers, meeting_from
-        from tula_hpc.ddp.process_group import place_among
-
         meeting = meeting_from(self.allocation.broadcast(self._prepare))
         peers = WorkerPeers(self.allocation.store, meeting.run_id)
         nodes, per_node, _ = self.configuration
@@ -143,18 +139,13 @@ class Session:
 
     def _prepare(self) -> str:
         """Make the folder of a start, and return where its processes meet; on rank 0."""
-        from tula_hpc.attach.processes import choose_meeting, meeting_from
-
         chosen = choose_meeting(self.env)
         folder = self._folder(meeting_from(chosen)) / "work"
         work = self.job.sweep.workload
         own_folder(folder, Path.cwd(), named_above(work.entry_points, work.arguments))
         return chosen
 
-    def _watch(self, place: WorkerEnvironment, meeting: Meeting, peers: Any) -> ProcessEnd:
-        from tula_hpc.attach.processes import own_output, start, variables_of, watch
-        from tula_hpc.attach.reporting import ChildSpec
-
+    def _watch(self, place: WorkerEnvironment, meeting: Meeting, peers: WorkerPeers) -> ProcessEnd:
         work = self.sweep.workload
         folder = self._folder(meeting)
         with own_output(folder, place.rank) as (own, output):
@@ -180,7 +171,7 @@ class Session:
         name = f"n{nodes}-b{batch}-{meeting.run_id[:6]}"
         return self.job.output.with_suffix("") / name
 
-    def _long_enough(self) -> Any:
+    def _long_enough(self) -> SweepSpec:
         """Return the sweep with enough epochs for all measured steps, even of a small data set."""
         sweep = self.sweep
         search, work = sweep.search, sweep.workload
@@ -191,8 +182,6 @@ class Session:
         return sweep.model_copy(update={"workload": longer})
 
     def _settings(self, place: WorkerEnvironment) -> dict[str, Any]:
-        from tula_hpc.attach.script_profile import Settings
-
         job = self.job
         # leave out values that may be passwords
         cluster = job.cluster.model_copy(update={"environment": {}, "setup": ()})
@@ -235,8 +224,11 @@ class Session:
             # up to further batches
             of_job |= {"short_batch": True, "batch_share": 1.0}
         append_record(self.job.output, measurement.model_copy(update=of_job))
-        if result["others"]:
-            sys.stderr.write(f"{_which_counts(result)}\n")
+        if others := ", ".join(result["others"]):
+            sys.stderr.write(
+                f"steps of {result['optimizer']} on {result['model']} are counted, those of "
+                f"{others} are not (workload.counted_model chooses another model)\n"
+            )
         # links in it are not followed; the script's messages and output stay
         shutil.rmtree(self._folder(meeting) / "work", ignore_errors=True)
 
@@ -249,13 +241,9 @@ class Session:
         """Record that a batch leaves too few steps, if a smaller one was measured. Collective."""
 
         def record() -> str:
-            from tula_hpc.profiling.record import describe
-
-            known = recorded_in(self.job.output.parent)
-            smallest = min(
-                (m.configuration.global_batch for m in known if is_usable(m)), default=math.inf
-            )
-            if self.configuration.global_batch <= smallest:
+            known = filter(is_usable, recorded_in(self.job.output.parent))
+            batch = self.configuration.global_batch
+            if not any(each.configuration.global_batch < batch for each in known):
                 return ""
             failed = Measurement(
                 status="failed",
@@ -273,9 +261,6 @@ class Session:
         return bool(self.allocation.broadcast(record))
 
     def _fail(self, end: ProcessEnd) -> None:
-        from tula_hpc.attach.processes import end_as
-        from tula_hpc.profiling.record import broken_devices, record_oom, refuse_shared_device
-
         job = self.job
         at = self.configuration
 
@@ -293,11 +278,3 @@ class Session:
 
         rank = None if self.place is None else self.place.rank
         end_as(end, at, rank, record, lambda: self.allocation.broadcast(str))
-
-
-def _which_counts(result: dict[str, Any]) -> str:
-    others = ", ".join(result["others"])
-    return (
-        f"steps of {result['optimizer']} on {result['model']} are counted, those of {others} are "
-        "not (workload.counted_model chooses another model)"
-    )

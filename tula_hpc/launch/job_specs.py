@@ -19,10 +19,10 @@ from tula_hpc.tracking.follow import following
 RUNS_OF_A_JOB = 1000
 
 
-def resolve(name: str) -> Callable[[Any], Any]:
+def resolve(name: str) -> Callable[..., Any]:
     """Return the function that `module:function` names."""
     module, _, function = name.partition(":")
-    found: Callable[[Any], Any] = getattr(importlib.import_module(module), function)
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return found
 
 
@@ -45,12 +45,7 @@ class Requeueable:
 
     def __call__(self) -> Any:
         """Do the job; every worker calls this."""
-        return resolve(self.entry)(self)
-
-    @property
-    def entry(self) -> str:
-        """Return the `module:function` that does this very job."""
-        return self.run
+        return resolve(self.run)(self)
 
     def checkpoint(self) -> Any:
         """Return submitit's note for a requeue: the time-outs left, in place of a second pickle."""
@@ -89,11 +84,11 @@ class ProfileJob(Requeueable):
     submitted_at: float = 0.0
 
     @property
-    def entry(self) -> str:
-        """Return the `Requeueable.entry`; a script is measured in processes of its own."""
+    def procedure(self) -> str:
+        """Return the `module:function` that measures; a script has processes of its own."""
         if self.sweep.workload.is_script:
-            return "tula_hpc.attach.script_profile_job:run"
-        return self.run
+            return "tula_hpc.attach.script_profile_job:run_profile"
+        return "tula_hpc.profiling.profile_loop:run_profile"
 
 
 @dataclass(frozen=True)
@@ -123,11 +118,11 @@ class TrainJob(Requeueable):
         return self.jobs_before * RUNS_OF_A_JOB + restart_count
 
     @property
-    def entry(self) -> str:
-        """Return the `Requeueable.entry`; a script trains in processes of its own."""
+    def procedure(self) -> str:
+        """Return the `module:function` that trains; a script has processes of its own."""
         if self.sweep.workload.is_script:
-            return "tula_hpc.attach.train.script_job:run"
-        return self.run
+            return "tula_hpc.attach.train.script_job:run_training"
+        return "tula_hpc.training.loop:run_training"
 
     def __call__(self) -> Any:
         """Do the job; with `training.log_to`, rank 0 has a follower pass its metrics on."""

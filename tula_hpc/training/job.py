@@ -5,7 +5,7 @@ from __future__ import annotations
 from tula_hpc.ddp.exit_at_once import leaving_at_once
 from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.env import loading_libraries
-from tula_hpc.launch.job_specs import TrainJob
+from tula_hpc.launch.job_specs import TrainJob, resolve
 from tula_hpc.records import RunDirectory
 
 
@@ -23,11 +23,12 @@ def run(job: TrainJob) -> str:
     with loading_libraries():
         from tula_hpc.ddp.device_errors import reporting_broken_devices
         from tula_hpc.ddp.own_errors import explaining_own_mistakes
-        from tula_hpc.training.loop import run_training
+
+        procedure = resolve(job.procedure)
 
     with (
         leaving_at_once(),
         explaining_own_mistakes(job.sweep.workload),
         reporting_broken_devices(job.root, "train"),
     ):
-        return run_training(job, stop)
+        return str(procedure(job, stop))

@@ -1,4 +1,4 @@
-"""Run a script's training job: start, watch, stop and requeue its processes. Imports no torch.
+"""Run a script's training job: start, watch, stop and requeue its processes.
 
 The job's workers stay outside: each starts the script's process of its rank and watches it. A stop
 is passed on as the signal that it came by. If the script has no handler of its own, its process
@@ -7,16 +7,32 @@ ends after a step that all workers agree on.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+from tula_hpc.attach.hangs import HangWatch
 from tula_hpc.attach.own_folder import own_folder
+from tula_hpc.attach.processes import (
+    Child,
+    Meeting,
+    ProcessEnd,
+    WorkerPeers,
+    choose_meeting,
+    end_as,
+    meeting_from,
+    own_output,
+    start as start_process,
+    variables_of,
+    watch,
+    worst,
+)
+from tula_hpc.attach.reporting import ChildSpec, ProcessMessage
 from tula_hpc.attach.script import counts_steps, forward_batch, script_of, values_of
 from tula_hpc.attach.train.resume_point import (
     Start,
@@ -24,9 +40,13 @@ from tula_hpc.attach.train.resume_point import (
     begin_where_the_script_does,
     without_repeated,
 )
-from tula_hpc.ddp.exit_at_once import leaving_at_once
+from tula_hpc.attach.train.scores import Scores, last_scores
+from tula_hpc.attach.train.script_drift import drift_settings
+from tula_hpc.attach.train.script_training import TrainSettings
+from tula_hpc.checkpoint.interval import expected_interruptions
+from tula_hpc.ddp.process_group import Allocation, place_among
 from tula_hpc.ddp.stop_signals import StopRequest
-from tula_hpc.env import job_started_at, join_job, loading_libraries, unix_time
+from tula_hpc.env import job_started_at, join_job, unix_time
 from tula_hpc.errors import StageError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import format_score, plural
@@ -34,11 +54,7 @@ from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.own_sources import named_above, takes_rest
 from tula_hpc.records import RunDirectory, TrainResult, read_metrics, write_atomically
 from tula_hpc.records.events import EventName, StopReason
-
-if TYPE_CHECKING:
-    from tula_hpc.attach.processes import Child, Meeting, ProcessEnd
-    from tula_hpc.attach.reporting import ChildSpec
-    from tula_hpc.ddp.process_group import Allocation
+from tula_hpc.training.ending import leave, record_oom
 
 # longest wait for the other workers, before the script's first step and after its last
 PATIENCE = timedelta(minutes=10)
@@ -46,33 +62,15 @@ PATIENCE = timedelta(minutes=10)
 EARLY_S = 60.0
 
 
-def run(job: TrainJob) -> str:
-    """Train; every worker calls this.
-
-    Returns:
-        `finished`; or, after a stop, `stopped` if a requeue was refused, `cancelled` or
-        `preempted` if the job is on its way out.
-    """
-    # before torch is imported, which takes seconds
-    stop = StopRequest().install()
-    # the folder may have been deleted while this job waited
-    RunDirectory(job.root).make_train(job.label)
-    env = join_job()
-    with loading_libraries():
-        from tula_hpc.ddp.device_errors import reporting_broken_devices
-        from tula_hpc.ddp.process_group import Allocation
-
-    with leaving_at_once(), reporting_broken_devices(job.root, "train"):
-        allocation = Allocation(job.cluster, env, PATIENCE)
-        return ScriptJob(job, allocation, stop).run()
+def run_training(job: TrainJob, stop: StopRequest) -> str:
+    """Train a job's configuration; see `TrainJob`."""
+    return ScriptJob(job, Allocation(job.cluster, join_job(), PATIENCE), stop).run()
 
 
 class ScriptJob:
     """A script's training, as one worker of its job sees it."""
 
     def __init__(self, job: TrainJob, allocation: Allocation, stop: StopRequest) -> None:
-        from tula_hpc.ddp.process_group import place_among
-
         self.job, self.allocation, self.stop = job, allocation, stop
         self.env = allocation.env
         self.run_directory = RunDirectory(job.root)
@@ -94,8 +92,6 @@ class ScriptJob:
 
     def run(self) -> str:
         """Start the script's processes, and see to their end."""
-        from tula_hpc.attach.processes import WorkerPeers, choose_meeting, meeting_from, worst
-
         self.folder.mkdir(mode=0o700, exist_ok=True)
         meeting = meeting_from(self.allocation.broadcast(lambda: choose_meeting(self.env)))
         start = Start(**json.loads(self.allocation.broadcast(lambda: json.dumps(self._start()))))
@@ -120,8 +116,6 @@ class ScriptJob:
 
     def _planned_steps(self) -> str:
         """Return the plan's step for the drift watch, as JSON; on rank 0."""
-        from tula_hpc.attach.train.script_drift import drift_settings
-
         found = drift_settings(self.job)
         return "null" if found is None else found.model_dump_json()
 
@@ -139,7 +133,11 @@ class ScriptJob:
         start = Start(started_at=unix_time())
         if record.exists():
             before = Start(**json.loads(record.read_text()))
-            start = Start(before.restarts + 1, before.started_at, starts_s=before.starts_s)
+            start = Start(
+                restarts=before.restarts + 1,
+                started_at=before.started_at,
+                starts_s=before.starts_s,
+            )
             if not any(self.files.checkpoints.glob("*.tula")):
                 how = begin_where_the_script_does(start, self.job, self._work)
                 place = {
@@ -162,24 +160,20 @@ class ScriptJob:
 
     # watch
 
-    def _watch(self, start: Start, meeting: Meeting, peers: Any) -> ProcessEnd:
-        from tula_hpc.attach import processes
-        from tula_hpc.attach.hangs import HangWatch
-        from tula_hpc.attach.train.scores import Scores
-
+    def _watch(self, start: Start, meeting: Meeting, peers: WorkerPeers) -> ProcessEnd:
         work = self.job.sweep.workload
         world, rank = self.place.world_size, self.place.rank
         hangs = HangWatch(peers, rank, world, 60.0 * work.hang_minutes)
-        with processes.own_output(self.folder, rank) as (own, output):
+        with own_output(self.folder, rank) as (own, output):
             spec = self._spec(start, own)
             job = self.job
-            place = processes.variables_of(
+            place = variables_of(
                 self.place, job.configuration.workers_per_node, meeting, job.cluster.device
             )
             log = Path(output.name)
             first_step_s = 60.0 * self.job.sweep.search.first_step_minutes
             with Scores.of(work.metric if self.is_main else None, self.files, output) as scores:
-                child = processes.start(spec, place, own, log, scores.output)
+                child = start_process(spec, place, own, log, scores.output)
                 scores.read(child.process)
 
                 def look(child: Child) -> str | None:
@@ -187,18 +181,16 @@ class ScriptJob:
                     scores.look()
                     return hangs.look(None if child.message() is None else child.silent_s())
 
-                return processes.watch(child, peers, first_step_s, look)
+                return watch(child, peers, first_step_s, look)
 
     def _spec(self, start: Start, own: Path) -> ChildSpec:
-        from tula_hpc.attach.reporting import ChildSpec
-
         script = script_of(self.job.sweep, self.job.configuration, own)
-        parts = [script.arguments, start.resuming]
+        arguments = (*script.arguments, *start.resuming)
         if start.resuming and takes_rest(self.job.sweep.workload.entry_points):
-            parts.reverse()
+            arguments = (*start.resuming, *script.arguments)
         return ChildSpec(
             mode="train",
-            program=script._replace(arguments=tuple(itertools.chain(*parts))),
+            program=script._replace(arguments=arguments),
             home=Path.cwd(),
             message_file=self.folder / f"rank-{self.place.rank}.said",
             parent=os.getpid(),
@@ -210,9 +202,6 @@ class ScriptJob:
         )
 
     def _settings(self, start: Start) -> dict[str, Any]:
-        from tula_hpc.attach.train.script_training import TrainSettings
-        from tula_hpc.checkpoint.interval import expected_interruptions
-
         job, options = self.job, self.job.sweep.training
         nodes = job.configuration.nodes
         prior = expected_interruptions(job.cluster.pricing, options, nodes, seen=0, over_s=0.0)
@@ -244,7 +233,7 @@ class ScriptJob:
         )
         return settings.model_dump(mode="json")
 
-    def _pass_on(self, child: Child, peers: Any) -> None:
+    def _pass_on(self, child: Child, peers: WorkerPeers) -> None:
         """Pass a stop on to the script, once; another worker's counts as well."""
         if self._passed_on:
             return
@@ -260,47 +249,38 @@ class ScriptJob:
                 number = signal.SIGTERM
             os.kill(child.process.pid, number)
 
-    def _judged(self, mine: ProcessEnd, peers: Any) -> ProcessEnd:
+    def _judged(self, mine: ProcessEnd, peers: WorkerPeers) -> ProcessEnd:
         """Return the outcome of this worker's script, judged as stopped, failed or done.
 
         A script that ends by itself counts as stopped if it was asked to stop. It has failed if its
         exit code is not 0, or if it has never taken a step.
         """
-        from tula_hpc.attach.reporting import ProcessMessage
-
         message = mine.message
-        # the script was stopped without a checkpoint of ours at this step
-        unsaved = {"end": "stopped", "is_kept": False}
+        result = message.result
         is_asked = self.stop.received is not None or peers.are_asked_to_stop()
+        is_stopped = False
+        how = ""
         if message.state != "done":
             # ended by the signal, or by what its own handler raised
-            if is_asked and not (message.failure and message.failure.is_oom):
-                stopped = ProcessMessage(
-                    state="done", steps=message.steps, result={**message.result, **unsaved}
+            is_stopped = is_asked and not (message.failure and message.failure.is_oom)
+        elif result.get("end") == "exited":
+            is_whole = self._has_all(result["epoch"], result["step"]) and not result["code"]
+            is_stopped = is_asked and not is_whole
+            if code := result["code"]:
+                how = f"ended with exit code {code} after {plural(message.steps, 'step')}"
+            elif result["step"] == 0 and not result["restarts"]:
+                how = (
+                    "ended without an optimizer step; if it goes on from a file of an earlier "
+                    "training by itself, take that file away, and run the same command again"
                 )
-                return mine.model_copy(update={"message": stopped})
-            return mine
-        if message.result.get("end") != "exited":
-            return mine
-        if is_asked and not self._is_whole(message.result):
-            stopped = message.model_copy(update={"result": {**message.result, **unsaved}})
-            return mine.model_copy(update={"message": stopped})
-        how = ""
-        if code := message.result.get("code"):
-            how = f"ended with exit code {code} after {plural(message.steps, 'step')}"
-        elif message.result.get("step") == 0 and not message.result.get("restarts"):
-            how = (
-                "ended without an optimizer step; if it goes on from a file of an earlier training "
-                "by itself, take that file away, and run the same command again"
-            )
-        if not how:
-            return mine
-        detail = f"{self.job.sweep.workload.script_name} {how}"
-        failed = ProcessMessage(state="failed", failure=Failure.BAD_INPUT, detail=detail)
-        return mine.model_copy(update={"message": failed})
-
-    def _is_whole(self, result: dict[str, Any]) -> bool:
-        return self._has_all(result["epoch"], result["step"]) and not result["code"]
+        if is_stopped:
+            # without a checkpoint of ours at this step
+            unsaved = {**result, "end": "stopped", "is_kept": False}
+            message = ProcessMessage(state="done", steps=message.steps, result=unsaved)
+        elif how:
+            detail = f"{self.job.sweep.workload.script_name} {how}"
+            message = ProcessMessage(state="failed", failure=Failure.BAD_INPUT, detail=detail)
+        return mine.model_copy(update={"message": message})
 
     def _has_all(self, epoch: int, step: int) -> bool:
         """Tell whether these are all epochs, or all steps if the script is given their number."""
@@ -311,21 +291,12 @@ class ScriptJob:
     # end
 
     def _fail(self, end: ProcessEnd) -> NoReturn:
-        from tula_hpc.attach.processes import end_as
-        from tula_hpc.training.ending import record_oom
-
-        at, rank = self.job.configuration, self.place.rank
-        held = end.message.held
-
-        def record(failure: Failure) -> None:
-            record_oom(self.job, self.env, failure, held)
-
-        end_as(end, at, rank, record, lambda: self.allocation.broadcast(str))
+        record = partial(record_oom, self.job, self.env, held=end.message.held)
+        at = self.job.configuration
+        end_as(end, at, self.place.rank, record, lambda: self.allocation.broadcast(str))
 
     def _leave(self) -> str:
         """Ask for a requeue, see `ending.leave`; fail if another job would get no further."""
-        from tula_hpc.training.ending import leave
-
         # a process that a signal has killed does not report it
         is_kept = self.progress.is_kept or any(self.files.checkpoints.glob("*.tula"))
         begins_anew = not (is_kept or self.job.sweep.workload.goes_on)
@@ -356,8 +327,6 @@ class ScriptJob:
         )
 
     def _write_result(self, start: Start) -> None:
-        from tula_hpc.attach.train.scores import last_scores
-
         if not self.is_main:
             return
         job = self.job
