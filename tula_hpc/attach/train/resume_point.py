@@ -92,33 +92,24 @@ class ScriptProgress(Progress):
 
 
 @dataclass
-class Start:
-    """State of a training at the beginning of a job, from rank 0 for all workers."""
+class Start(Progress):
+    """Progress of a training at the beginning of a job, from rank 0 for all workers.
 
-    # earlier jobs of this training, each run of a requeued job counted
-    restarts: int = 0
-    # Unix time at which the first job began
-    started_at: float = 0.0
+    Its `restarts` are the earlier jobs of this training, each run of a requeued job counted.
+    """
+
     # the script goes on from what it has saved, with `resuming` appended to its arguments
     resumes: bool = False
     resuming: Sequence[str] = ()
-    # where the script begins, unless it is kept: see `ScriptProgress`
-    epoch: int = 0
-    offset: int = 0
-    step: int = 0
-    samples_seen: int = 0
-    epoch_steps: int = 0
-    epoch_time_s: float = 0.0
-    train_time_s: float = 0.0
-    # seconds of the starts of the jobs whose work it goes on from
-    starts_s: float = 0.0
 
     def progress(self) -> dict[str, int | float]:
         """Return what is done already, as fields of a `ScriptProgress`."""
-        others = ("resumes", "resuming")
-        known = {name: value for name, value in asdict(self).items() if name not in others}
-        # in a first start, the time of the first step is taken instead
-        return known if self.restarts else {**known, "started_at": 0.0}
+        others = ["resumes", "resuming"]
+        if not self.restarts:
+            # the time of the first step is taken instead
+            others.append("started_at")
+        known = asdict(self).items()
+        return {name: value for name, value in known if value and name not in others}
 
 
 def begin_where_the_script_does(start: Start, job: TrainJob, work: Path) -> str:
