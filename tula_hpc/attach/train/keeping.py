@@ -66,7 +66,7 @@ class Keeper(SafePoints):
         # steps done at the last batch's end
         self._stepped = 0
         if steps.scaling is not None:
-            self._keep_one(SCALING, steps.scaling)
+            self.kept[SCALING] = steps.scaling
         # calls of `batches` in this epoch, in this process
         self.calls = 0
         self.in_epoch = self.in_batches = False
@@ -101,12 +101,14 @@ class Keeper(SafePoints):
             self._has_looked = True
             self.loaded = self._latest()
             self._restore_progress()
-            if self.loaded is not None and SCALING in self.kept:
-                self._restore(SCALING, self.kept[SCALING], self.loaded)
+            # gradient scaling, which the script does not name
+            objects = {**self.kept, **objects}
         for name, given in objects.items():
             kept = kept_in_folder(name, given, self)
             require_state(name, kept)
-            self._keep_one(name, kept)
+            self.kept[name] = kept
+            if self.loaded is not None:
+                self._restore(name, kept, self.loaded)
 
     def _latest(self) -> LoadedCheckpoint | None:
         """Return the newest checkpoint that the script can go on from."""
@@ -123,11 +125,6 @@ class Keeper(SafePoints):
             place = {"step": 0, "samples_seen": 0, "epoch": 0}
             self.log_event("resumed", detail, {**place, "began_at": self.settings.job_began_at})
         return None
-
-    def _keep_one(self, name: str, kept: Any) -> None:
-        self.kept[name] = kept
-        if self.loaded is not None:
-            self._restore(name, kept, self.loaded)
 
     def _restore(self, name: str, kept: Any, loaded: LoadedCheckpoint) -> None:
         states = loaded.state["kept"]
