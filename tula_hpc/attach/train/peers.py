@@ -69,12 +69,12 @@ class ScriptPeers:
             return [mine]
         own = mine.encode()
         (longest,) = self.agree(float(len(own)))
-        padded = torch.zeros(8 + int(longest), dtype=torch.uint8, device="cpu")
-        content = len(own).to_bytes(8, "little") + own
-        padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        # no text has the character 0
+        content = bytearray(own.ljust(int(longest) + 1, b"\0"))
+        padded = torch.frombuffer(content, dtype=torch.uint8)
         all_of_them = [torch.empty_like(padded) for _ in range(self.count)]
         dist.all_gather(all_of_them, padded, group=self._group)
-        return [_unpadded(each.numpy().tobytes()) for each in all_of_them]
+        return [each.numpy().tobytes().rstrip(b"\0").decode() for each in all_of_them]
 
     def synchronize_device(self) -> None:
         """Wait for the device."""
@@ -97,11 +97,6 @@ def device_of(model: nn.Module | None) -> torch.device:
         return next(model.parameters()).device
     is_on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call] # torch's
     return torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
-
-
-def _unpadded(content: bytes) -> str:
-    length = int.from_bytes(content[:8], "little")
-    return content[8 : 8 + length].decode()
 
 
 def require_state(name: str, kept: Any) -> None:
