@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from tula_hpc.errors import StorageError
-from tula_hpc.records import RunDirectory, append_record, parse_record
+from tula_hpc.records import RunDirectory, append_record, read_records
 from tula_hpc.records.base import Record
-from tula_hpc.records.storage import lines_of
 
 # most entries in all folders that are made anew together; the other folders hold data
 MOST_ENTRIES = 1000
@@ -95,20 +94,13 @@ def last_saved_in(folder: Path) -> float | None:
 
 def places_saved_in(folder: Path) -> list[Saved]:
     """Return the points at which a training in this folder has saved, as far as they were noted."""
-    found = []
-    for line in lines_of(folder.with_name(SAVED)):
-        with contextlib.suppress(ValueError):
-            found.append(parse_record(Saved, line))
-    return found
+    # lines with names are skipped
+    return read_records(Saved, [folder.with_name(SAVED)]).records
 
 
 def names_saved_in(folder: Path) -> set[str]:
     """Return the names that a script in this folder has given to its files of weights anywhere."""
-    found = set()
-    for line in lines_of(folder.with_name(SAVED)):
-        with contextlib.suppress(ValueError):
-            found.add(parse_record(SavedAs, line).name)
-    return found
+    return {each.name for each in read_records(SavedAs, [folder.with_name(SAVED)]).records}
 
 
 def _show(path: Path, entries: Iterable[Path], own: Path, room: int) -> None:
