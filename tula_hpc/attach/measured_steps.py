@@ -8,7 +8,6 @@ So are gaps that are long and rare.
 
 from __future__ import annotations
 
-import contextlib
 import time
 import weakref
 from collections import Counter
@@ -420,11 +419,6 @@ class MeasuredSteps(Mode):
         return int(getattr(self.loader, "_num_workers", 0))
 
     @property
-    def prefetched(self) -> int:
-        """Batches that the loader holds when it is ahead."""
-        return self.loader_workers * int(getattr(self.loader, "_prefetch_factor", 0) or 0)
-
-    @property
     def loaded_samples(self) -> int:
         """Samples in the training's data set; 0: unknown.
 
@@ -460,16 +454,6 @@ class MeasuredSteps(Mode):
         """Tell whether each item of the loader is a whole batch, made by the data set."""
         usual = self.forward_samples.most_common(1)
         return LoaderPass(self.loader).size == 1 and bool(usual) and usual[0][0] > 1
-
-    def use_up_batches(self) -> None:
-        """Take the batches that the loader has ready, equally many on each worker. Collective."""
-        left = 0
-        with contextlib.suppress(TypeError, AttributeError):
-            left = len(self.loader) - self.loader._num_yielded - 1
-        (least,) = self.agree(-float(max(0, min(self.prefetched, left))))
-        for _ in range(round(-least)):
-            next(self.loader)
-        self.waits.take()
 
 
 def _synchronize_again(model: DistributedDataParallel) -> None:

@@ -53,8 +53,16 @@ class ScriptCourse(Course):
         return max(1, self.worker.loader_workers)
 
     def use_up_batches(self) -> None:
-        """See `Course`."""
-        self.worker.use_up_batches()
+        """Take the batches that the loader has ready, equally many on each worker. Collective."""
+        loader = self.worker.loader
+        ahead = self.worker.loader_workers * (getattr(loader, "_prefetch_factor", None) or 0)
+        left = 0
+        with contextlib.suppress(TypeError, AttributeError):
+            left = len(loader) - loader._num_yielded - 1
+        (least,) = self.worker.agree(-float(max(0, min(ahead, left))))
+        for _ in range(round(-least)):
+            next(loader)
+        self.waits.take()
 
     def left_out_s(self) -> float:
         """See `Course`."""
