@@ -63,14 +63,13 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
     def _wrap_train(self) -> None:
         """Make the Trainer that has this callback begin where it stopped."""
         original = Trainer.train
-        callback = self
 
         @wraps(original)
         def train(
             trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
         ) -> Any:
-            if callback in trainer.callback_handler.callbacks:
-                resume_from_checkpoint = callback.take(trainer) or resume_from_checkpoint
+            if self in trainer.callback_handler.callbacks:
+                resume_from_checkpoint = self.take(trainer) or resume_from_checkpoint
             return original(trainer, resume_from_checkpoint, *args, **kwargs)
 
         Trainer.train = train

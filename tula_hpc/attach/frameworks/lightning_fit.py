@@ -72,7 +72,6 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
     def _wrap_fit(self) -> None:
         """Make the Trainer that has this callback begin where it stopped."""
         original = Trainer.fit
-        callback = self
         signature = inspect.signature(original)
 
         @wraps(original)
@@ -80,8 +79,8 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
             given = signature.bind(trainer, *args, **kwargs)
             # a Tuner's search for a rate or a batch is no training
             is_search = any(getattr(each, "_early_exit", False) for each in trainer.callbacks)
-            if callback in trainer.callbacks and not is_search:
-                checkpoint = callback.take(trainer)
+            if self in trainer.callbacks and not is_search:
+                checkpoint = self.take(trainer)
                 if checkpoint is not None:
                     given.arguments["ckpt_path"] = checkpoint
             return original(*given.args, **given.kwargs)
@@ -91,17 +90,15 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
     def _wrap_loading(self) -> None:
         """Lead the training's loader to where it stopped, each time that it is begun."""
         original = CombinedLoader.__iter__
-        callback = self
 
         @wraps(original)
         def begin(combined: Any) -> Any:
-            trainer = callback.trainer
-            if trainer is None or callback not in trainer.callbacks:
-                # another callback is searching for a rate or a batch
+            trainer = self.trainer
+            # without it, another callback is searching for a rate or a batch
+            is_kept = trainer is not None and self in trainer.callbacks
+            if not is_kept or combined is not trainer.fit_loop._combined_loader:
                 return original(combined)
-            if combined is not trainer.fit_loop._combined_loader:
-                return original(combined)
-            callback.open(combined, partial(original, combined))
+            self.open(combined, partial(original, combined))
             return combined
 
         CombinedLoader.__iter__ = begin
