@@ -30,20 +30,27 @@ _around: Keeper | None = None
 _kept: dict[str, Any] | None = None
 # whether the script has a framework's callback, which keeps the whole training
 _is_framework = False
-# in a profile: called at the beginning of each epoch of `epochs`
-_at_epoch: Callable[[], None] | None = None
+# yields the epochs of a script that is trained or profiled here; None: it is neither
+_epochs: Callable[[int], Iterator[int]] | None = None
 
 
 def be_around(around: Keeper) -> None:
     """Pass the script's calls on to the keeper of its training."""
-    global _around  # noqa: PLW0603 - a script's process has one
+    global _around, _epochs  # noqa: PLW0603 - a script's process has one
     _around = around
+    _epochs = around.epochs
 
 
 def watch_epochs(then: Callable[[], None]) -> None:
     """Call `then` at the beginning of each of the script's epochs, where there is no keeper."""
-    global _at_epoch  # noqa: PLW0603 - see above
-    _at_epoch = then
+    global _epochs  # noqa: PLW0603 - see above
+
+    def begin(count: int) -> Iterator[int]:
+        for epoch in range(count):
+            then()
+            yield epoch
+
+    _epochs = begin
 
 
 def was_kept() -> bool:
@@ -75,19 +82,10 @@ def keep(**objects: Any) -> None:
 
 def epochs(count: int) -> Iterable[int]:
     """Return the epochs 0 to `count` − 1; a resumed script begins with the interrupted one."""
-    around = _around
-    if around is not None:
-        return _Loop(lambda: around.epochs(count), range(count))
-    then = _at_epoch
-    if then is not None:
-        return _Loop(lambda: _calling(count, then), range(count))
-    return range(count)
-
-
-def _calling(count: int, then: Callable[[], None]) -> Iterator[int]:
-    for epoch in range(count):
-        then()
-        yield epoch
+    begin = _epochs
+    if begin is None:
+        return range(count)
+    return _Loop(lambda: begin(count), range(count))
 
 
 def batches(loader: Iterable[T]) -> Iterable[T]:
