@@ -33,23 +33,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tula_hpc.attach.own_folder import own_folder
 from tula_hpc.attach.script import ParsedOptions, Script, with_placeholders, worded
 from tula_hpc.command_errors import CommandParser, exit_code_of
 from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.config.loading import read_toml
 from tula_hpc.config.validation import shown
 from tula_hpc.config.workload import find_script
-from tula_hpc.env import WorkerEnvironment, stay_on_loopback
+from tula_hpc.env import stay_on_loopback
 from tula_hpc.errors import InputError, TulaError
 from tula_hpc.files import write_out
 from tula_hpc.formatting import (
@@ -80,12 +78,8 @@ from tula_hpc.init.sweep_file import (
     with_shared_passes,
     workers_in,
 )
-from tula_hpc.own_sources import find_module, named_above, program_of, source_of
-from tula_hpc.records import Configuration, Measurement, write_atomically
-
-if TYPE_CHECKING:
-    from tula_hpc.attach.processes import ProcessEnd
-    from tula_hpc.attach.reporting import ChildSpec
+from tula_hpc.own_sources import find_module, program_of, source_of
+from tula_hpc.records import Measurement, write_atomically
 
 # width of the step time's interval, relative to that time, above which steps are called uneven
 UNEVEN = 0.3
@@ -93,8 +87,6 @@ UNEVEN = 0.3
 LAUNCHER = re.compile(r"python[\d.]*|torchrun|accelerate|srun")
 # files of settings
 SETTINGS = (".json", ".yaml", ".yml", ".toml")
-# longest time until the first step, and between two steps
-PATIENCE_S = 600.0
 
 
 @printable_output()
@@ -234,52 +226,28 @@ def _look(
 
     from tula_hpc.attach.processes import error_of
     from tula_hpc.attach.reporting import ChildSpec, end_of
+    from tula_hpc.attach.script_profile_job import measure_here
 
     stay_on_loopback()
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     spec = ChildSpec(
         mode="look",
         program=script,
-        home=Path.cwd(),
         message_file=folder / "said",
-        parent=os.getpid(),
         device=device,
         counted_model=counted,
     )
-    outcome = _run_script(spec, SearchSpec(), folder / "first")
+    outcome = measure_here(spec, SearchSpec(), folder / "first")
     if shorter := outcome.message.result.get("search"):
         steps = plural(outcome.message.steps, "step")
         if others := outcome.message.result["others"]:
             steps += f" and others of {', '.join(others)}, which do not count"
         sys.stderr.write(f"it ended after {steps}; running it again to measure fewer of them ...\n")
-        outcome = _run_script(spec, SearchSpec.model_validate(shorter), folder / "again")
+        outcome = measure_here(spec, SearchSpec.model_validate(shorter), folder / "again")
     if not outcome.is_done:
         sys.stderr.write(end_of(Path(outcome.log)))
         return error_of(outcome, "")
     return {**outcome.message.result, "device": device}
-
-
-def _run_script(spec: ChildSpec, search: SearchSpec, folder: Path) -> ProcessEnd:
-    """Run a script in a folder of its own until it is measured or ends; return how it ended."""
-    from tula_hpc.attach import processes
-    from tula_hpc.attach.script_profile import Settings
-
-    place = WorkerEnvironment(0, 1, 0, 0, "", 0, (os.uname().nodename,), on_slurm=False)
-    settings = Settings(
-        search=search,
-        cluster=ClusterSpec(device=spec.device),
-        configuration=Configuration(1, 1, 1),
-        place=place,
-    )
-    spec = spec.model_copy(update={"settings": settings.model_dump(mode="json")})
-    meeting = processes.meeting_from(processes.choose_meeting(place))
-    program = spec.program
-    above = named_above([str(program.path or program.module)], program.arguments)
-    own_folder(folder / "work", Path.cwd(), above)
-    with processes.own_output(folder, 0) as (work, output):
-        variables = processes.variables_of(place, 1, meeting, spec.device)
-        child = processes.start(spec, variables, work, Path(output.name), output)
-        return processes.watch(child, processes.WorkerPeers(None, meeting.run_id), PATIENCE_S)
 
 
 def _observations(result: dict[str, Any]) -> Iterator[str]:

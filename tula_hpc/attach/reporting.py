@@ -71,11 +71,11 @@ class ChildSpec(Record):
     mode: Literal["profile", "train", "look"]
     program: Script
     # working directory of the command, in which a module is found
-    home: Path
+    home: Path = Field(default_factory=Path.cwd)
     # file that it writes its messages to
     message_file: Path
     # id of the process that started it
-    parent: int
+    parent: int = Field(default_factory=os.getpid)
     # descriptor on which it answers where it is, see `hangs`
     answers: int | None = None
     rank: int = 0

@@ -36,7 +36,7 @@ from tula_hpc.attach.processes import (
 from tula_hpc.attach.reporting import ChildSpec
 from tula_hpc.attach.script import counts_steps, forward_batch, script_of
 from tula_hpc.attach.script_profile import Settings
-from tula_hpc.config import SearchSpec, SweepSpec
+from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
 from tula_hpc.ddp.process_group import Allocation, place_among
 from tula_hpc.env import WorkerEnvironment, job_started_at, unix_time
 from tula_hpc.errors import StorageError
@@ -54,6 +54,32 @@ from tula_hpc.records import (
     is_usable,
     recorded_in,
 )
+
+# longest time until the first step, and between two steps, outside of any job
+PATIENCE_S = 600.0
+
+
+def measure_here(spec: ChildSpec, search: SearchSpec, folder: Path) -> ProcessEnd:
+    """Measure a script here, as a single worker outside of any job; return how its process ended.
+
+    It runs in a folder of its own in `folder`. The settings of `spec` are made here.
+    """
+    place = WorkerEnvironment(0, 1, 0, 0, "", 0, (os.uname().nodename,), on_slurm=False)
+    settings = Settings(
+        search=search,
+        cluster=ClusterSpec(device=spec.device),
+        configuration=Configuration(1, 1, 1),
+        place=place,
+    )
+    spec = spec.model_copy(update={"settings": settings.model_dump(mode="json")})
+    meeting = meeting_from(choose_meeting(place))
+    program = spec.program
+    above = named_above([str(program.path or program.module)], program.arguments)
+    own_folder(folder / "work", Path.cwd(), above)
+    with own_output(folder, 0) as (work, output):
+        variables = variables_of(place, 1, meeting, spec.device)
+        child = start(spec, variables, work, Path(output.name), output)
+        return watch(child, WorkerPeers(None, meeting.run_id), PATIENCE_S)
 
 
 def run_profile(job: ProfileJob, env: WorkerEnvironment, queue: WorkQueue) -> int:
@@ -152,9 +178,7 @@ class Session:
             spec = ChildSpec(
                 mode="profile",
                 program=script_of(self._long_enough(), self.configuration, own),
-                home=Path.cwd(),
                 message_file=folder / f"rank-{place.rank}.said",
-                parent=os.getpid(),
                 rank=place.rank,
                 world_size=place.world_size,
                 device=self.job.cluster.device,

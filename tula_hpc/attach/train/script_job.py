@@ -191,9 +191,7 @@ class ScriptJob:
         return ChildSpec(
             mode="train",
             program=script._replace(arguments=arguments),
-            home=Path.cwd(),
             message_file=self.folder / f"rank-{self.place.rank}.said",
-            parent=os.getpid(),
             rank=self.place.rank,
             world_size=self.place.world_size,
             device=self.job.cluster.device,
