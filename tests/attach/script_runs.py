@@ -18,11 +18,10 @@ from tula_hpc.attach.processes import (
     meeting_from,
     own_output,
     start,
-    variables_of,
     watch,
 )
 from tula_hpc.attach.reporting import ChildSpec
-from tula_hpc.attach.script import Script
+from tula_hpc.attach.script import Script, variables_of
 from tula_hpc.attach.script_profile import Settings
 from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.env import WorkerEnvironment

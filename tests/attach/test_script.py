@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tula_hpc.attach.hooks.patches import before
-from tula_hpc.attach.processes import Meeting, variables_of
-from tula_hpc.attach.script import Script, filled, remedy_of_batch, remedy_of_passes, values_of
+from tula_hpc.attach.processes import Meeting
+from tula_hpc.attach.script import Script, filled, remedy_of_batch, remedy_of_passes, values_of, variables_of
 from tula_hpc.config import SweepSpec
 from tula_hpc.config.workload import PLACEHOLDERS
 from tula_hpc.env import WorkerEnvironment, environment_of_script

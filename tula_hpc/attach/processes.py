@@ -34,15 +34,9 @@ from tula_hpc.attach.reporting import (
     read_message,
     unexplained,
 )
-from tula_hpc.attach.script import Script, torchrun_variables
+from tula_hpc.attach.script import Script
 from tula_hpc.ddp.rendezvous import LOOPBACK, free_port
-from tula_hpc.env import (
-    WorkerEnvironment,
-    adopt_orphans,
-    environment_of_script,
-    granted_gpus,
-    unix_time,
-)
+from tula_hpc.env import WorkerEnvironment, adopt_orphans, environment_of_script, unix_time
 from tula_hpc.errors import InputError, TulaError, error_for
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import plural
@@ -418,23 +412,6 @@ def own_output(folder: Path, rank: int) -> Iterator[tuple[Path, IO[bytes]]]:
     """Open the log of a rank's script; yield the folder in which it runs, and the log."""
     with (folder / f"rank-{rank}.log").open("ab") as output:
         yield folder / "work", output
-
-
-def variables_of(
-    env: WorkerEnvironment, workers_per_node: int, meeting: Meeting, device: str = "cpu"
-) -> dict[str, str]:
-    """Return the variables by which a script's process finds its place among the others."""
-    place = (meeting.host, meeting.port)
-    variables = torchrun_variables(env, workers_per_node, place, meeting.run_id)
-    gpus = granted_gpus()
-    if 0 < gpus < workers_per_node:
-        # Slurm binds each task to GPUs of its own, and a script takes its device by its local rank
-        variables["LOCAL_RANK"] = str(int(variables["LOCAL_RANK"]) % gpus)
-    if device == "cpu":
-        # as `accelerate launch --cpu` sets it: else accelerate and Trainer take several workers
-        # without GPUs for a single one
-        variables["ACCELERATE_USE_CPU"] = "true"
-    return variables
 
 
 def error_of(outcome: ProcessEnd, key: str) -> TulaError:

@@ -18,13 +18,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from functools import wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tula_hpc.config import SweepSpec
 from tula_hpc.config.workload import PLACEHOLDER
-from tula_hpc.env import WorkerEnvironment
+from tula_hpc.env import WorkerEnvironment, granted_gpus
 from tula_hpc.init.script_options import collects_rollouts, flags_of, is_batch_of_all
 from tula_hpc.records import Configuration
+
+if TYPE_CHECKING:
+    from tula_hpc.attach.processes import Meeting
 
 # how far, relative to the batch asked for, the mean of batches that are drawn at random may lie
 NEAR = 0.1
@@ -250,49 +253,44 @@ def filled(arguments: Sequence[str], values: Mapping[str, str]) -> tuple[str, ..
     return tuple(PLACEHOLDER.sub(value, text) for text in arguments)
 
 
-def torchrun_variables(
-    env: WorkerEnvironment, local_world_size: int, master: tuple[str, int], run_id: str
+def variables_of(
+    env: WorkerEnvironment, workers_per_node: int, meeting: Meeting, device: str = "cpu"
 ) -> dict[str, str]:
-    """Return the variables by which a worker finds its place, as torchrun and as srun set them.
+    """Return the variables by which a script's process finds its place among the others.
 
-    Ranks go node by node. `master` has the host and a free port of rank 0; `run_id` is the same for
-    all workers, and differs for each start.
+    Ranks go node by node. Most of these variables are torchrun's; scripts of Slurm sites look for
+    those of srun instead.
     """
-    node, local_rank = divmod(env.rank, local_world_size)
-    nodes = -(-env.world_size // local_world_size)
-    hosts = ",".join(env.hosts[:nodes])
+    node, local_rank = divmod(env.rank, workers_per_node)
+    nodes = -(-env.world_size // workers_per_node)
+    own_gpu = local_rank
+    gpus = granted_gpus()
+    if 0 < gpus < workers_per_node:
+        # Slurm binds each task to GPUs of its own, and a script takes its device by its local rank
+        own_gpu = local_rank % gpus
     # the job id of an array's task ends with the task's index
     job_id = env.job_id.partition("_")[0] or "0"
-    return {
-        "RANK": str(env.rank),
-        "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": str(env.world_size),
-        "LOCAL_WORLD_SIZE": str(local_world_size),
-        "NODE_RANK": str(node),
-        "GROUP_RANK": str(node),
-        "GROUP_WORLD_SIZE": str(nodes),
-        "ROLE_RANK": str(env.rank),
-        "ROLE_WORLD_SIZE": str(env.world_size),
-        "ROLE_NAME": "default",
-        "MASTER_ADDR": master[0],
-        "MASTER_PORT": str(master[1]),
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        # scripts of Slurm sites look for these instead
-        "SLURM_JOB_ID": job_id,
-        "SLURM_JOBID": job_id,
-        "SLURM_PROCID": str(env.rank),
-        "SLURM_LOCALID": str(local_rank),
-        "SLURM_NODEID": str(node),
-        "SLURM_NTASKS": str(env.world_size),
-        "SLURM_NPROCS": str(env.world_size),
-        "SLURM_NTASKS_PER_NODE": str(local_world_size),
-        "SLURM_NNODES": str(nodes),
-        "SLURM_JOB_NUM_NODES": str(nodes),
-        "SLURM_NODELIST": hosts,
-        "SLURM_JOB_NODELIST": hosts,
-    }
+    values: list[tuple[object, list[str]]] = [
+        (env.rank, ["RANK", "ROLE_RANK", "SLURM_PROCID"]),
+        (own_gpu, ["LOCAL_RANK"]),
+        (local_rank, ["SLURM_LOCALID"]),
+        (env.world_size, ["WORLD_SIZE", "ROLE_WORLD_SIZE", "SLURM_NTASKS", "SLURM_NPROCS"]),
+        (workers_per_node, ["LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"]),
+        (node, ["NODE_RANK", "GROUP_RANK", "SLURM_NODEID"]),
+        (nodes, ["GROUP_WORLD_SIZE", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"]),
+        (",".join(env.hosts[:nodes]), ["SLURM_NODELIST", "SLURM_JOB_NODELIST"]),
+        (job_id, ["SLURM_JOB_ID", "SLURM_JOBID"]),
+        ("default", ["ROLE_NAME"]),
+        (meeting.host, ["MASTER_ADDR"]),
+        (meeting.port, ["MASTER_PORT"]),
+        (meeting.run_id, ["TORCHELASTIC_RUN_ID"]),
+        (0, ["TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"]),
+    ]
+    if device == "cpu":
+        # as `accelerate launch --cpu` sets it: else accelerate and Trainer take several workers
+        # without GPUs for a single one
+        values.append(("true", ["ACCELERATE_USE_CPU"]))
+    return {name: str(value) for value, names in values for name in names}
 
 
 class ParsedOptions(NamedTuple):

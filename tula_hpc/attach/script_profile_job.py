@@ -29,12 +29,11 @@ from tula_hpc.attach.processes import (
     meeting_from,
     own_output,
     start,
-    variables_of,
     watch,
     worst,
 )
 from tula_hpc.attach.reporting import ChildSpec
-from tula_hpc.attach.script import counts_steps, forward_batch, script_of
+from tula_hpc.attach.script import counts_steps, forward_batch, script_of, variables_of
 from tula_hpc.attach.script_profile import Settings
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
 from tula_hpc.ddp.process_group import Allocation, place_among

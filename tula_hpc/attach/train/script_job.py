@@ -28,12 +28,11 @@ from tula_hpc.attach.processes import (
     meeting_from,
     own_output,
     start as start_process,
-    variables_of,
     watch,
     worst,
 )
 from tula_hpc.attach.reporting import ChildSpec, ProcessMessage
-from tula_hpc.attach.script import counts_steps, forward_batch, script_of, values_of
+from tula_hpc.attach.script import counts_steps, forward_batch, script_of, values_of, variables_of
 from tula_hpc.attach.train.resume_point import (
     Start,
     TrainedSoFar,
