@@ -41,7 +41,6 @@ LOADING_AHEAD = ("accelerate", "lightning")
 COUNTERS = ("iteration", "_num_iter_calls")
 # prefix of such a count among the states of generators, which are base64
 PASSES = "passes:"
-Loading = weakref.WeakKeyDictionary[Any, tuple[int, RandomNumbers]]
 
 
 class Passed(NamedTuple):
@@ -64,11 +63,10 @@ def random_state(loader: object = None, numbers: RandomNumbers | None = None) ->
     `numbers`, if given, are taken as the states of the host.
     """
     host = numbers or random_numbers()
-    version, python, gauss = host.python
-    name, keys, position, has_gauss, cached = host.numpy
+    name, keys, *rest = host.numpy
     state = {
-        "python": [version, list(python), gauss],
-        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
+        "python": host.python,
+        "numpy": [name, np.asarray(keys).tolist(), *rest],
         "torch": _text(host.torch),
         "gpus": _states_of_gpus(),
         "generators": generator_states(loader),
@@ -328,7 +326,7 @@ class LoaderHistory:
         self._begun: dict[str, str] = {}
         self._begun_before: dict[str, str] = {}
         # batches loaded by each iterator, and random numbers before those last loaded at once
-        self._loading: Loading = weakref.WeakKeyDictionary()
+        self._loading = weakref.WeakKeyDictionary[Any, tuple[int, RandomNumbers]]()
         # numbers before the batch that is loaded ahead, and those when a framework began to take
         # all batches of its next step
         self._taken: tuple[RandomNumbers | None, RandomNumbers] | None = None
@@ -339,11 +337,10 @@ class LoaderHistory:
         """Watch from now on."""
         start = DataLoader._get_iterator
         load: Any = _SingleProcessDataLoaderIter._next_data
-        history = self
 
         @wraps(start)
         def started(loader: Any) -> Any:
-            if not loader.persistent_workers or not history._had(loader):
+            if not loader.persistent_workers or not self._had(loader):
                 return start(loader)
             before = random_state(loader)
             iterator = start(loader)
@@ -354,7 +351,7 @@ class LoaderHistory:
 
         @wraps(load)
         def loaded(iterator: Any) -> Any:
-            behind = history._begin(iterator)
+            behind = self._begin(iterator)
             try:
                 return load(iterator)
             finally:
