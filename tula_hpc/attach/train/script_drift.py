@@ -38,8 +38,7 @@ class DriftSettings(Record):
     # side of an episode that goes on from an earlier job, see `Detector`
     side: int = 0
     expected: StepParts = StepParts()
-    # nodes, workers per node and local batch
-    configuration: tuple[int, int, int]
+    configuration: Configuration
     partition: str = ""
 
 
@@ -132,12 +131,11 @@ class ScriptDrift:
     def _drift(self, reduced_s: float | None) -> Drift:
         expected = self.settings.expected
         seen = StepParts(data_time_s=self.watch.data_time_s, allreduce_time_s=reduced_s)
-        measured = seen
         if expected.compute_time_s is not None:
             explained_s = extra_s(seen, expected, "loader") + extra_s(seen, expected, "network")
             detector = self.watch.detector
             rest_s = expected.compute_time_s + detector.measured_s - detector.prediction.value
             rest_s -= explained_s
-            measured = seen.model_copy(update={"compute_time_s": max(0.0, rest_s)})
-        configuration = Configuration(*self.settings.configuration)
-        return episode_of(self.watch, measured, expected, configuration, self.settings.partition)
+            seen = seen.model_copy(update={"compute_time_s": max(0.0, rest_s)})
+        at = self.settings.configuration
+        return episode_of(self.watch, seen, expected, at, self.settings.partition)
