@@ -41,11 +41,8 @@ class ScriptCourse(Course):
 
     def __init__(self, worker: ScriptProfile) -> None:
         settings = worker.settings
-        known: dict[int, float] = {}
-        if settings.allreduce_s is not None:
-            known[worker.env.world_size] = settings.allreduce_s
         rule = StoppingRule.of(settings.search, settings.training_steps or math.inf)
-        super().__init__(worker, rule, worker.waits, known)
+        super().__init__(worker, rule, worker.waits, dict(settings.allreduce_s))
 
     @property
     def turn(self) -> int:

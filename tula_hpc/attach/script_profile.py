@@ -96,8 +96,8 @@ class Settings(Record):
     training: TrainingSpec = TrainingSpec(method="lbt")
     # digests of the script's own files
     sources: dict[str, str] = Field(default={})
-    # seconds of the bare all-reduce among this number of workers; None: not measured yet
-    allreduce_s: float | None = None
+    # seconds of the bare all-reduce, by number of workers
+    allreduce_s: dict[int, float] = Field(default={})
     # Unix time; None: this is not the job's first configuration
     job_began_at: float | None = None
 

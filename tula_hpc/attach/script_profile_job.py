@@ -222,7 +222,7 @@ class Session:
             training_steps=work.epochs * (work.samples or 0) / self.configuration.global_batch,
             training=job.sweep.training,
             sources=self.sources,
-            allreduce_s=self.allreduce_s.get(self.configuration.world_size),
+            allreduce_s=self.allreduce_s,
             job_began_at=job_started_at() + self.again_s if self.measured == 0 else None,
         )
         return settings.model_dump(mode="json")
