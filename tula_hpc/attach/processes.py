@@ -260,31 +260,27 @@ class WorkerPeers:
     def __init__(self, store: Store | None, run_id: str) -> None:
         self.store = HashStore() if store is None else store
         self.run_id = run_id
-        self._has_left = False
 
     def announce(self, outcome: ProcessEnd) -> None:
         """Tell the others how this worker's process ended."""
         self.store.set(f"outcome/{self.run_id}/{outcome.rank}", outcome.model_dump_json())
         if not outcome.is_done:
-            self._leave()
+            self._leave(outcome.rank)
 
-    def leave(self, world_size: int) -> None:
+    def leave(self, rank: int, world_size: int) -> None:
         """Tell the others that this worker ends its process, and wait until all do, or have ended.
 
         A process that loses a peer leaves its place in the script, and can no longer report it.
         """
-        left = self._leave()
+        self._leave(rank)
         ends = time.monotonic() + LEAVE_S
-        while left < world_size and time.monotonic() < ends:
+        everybody = [f"left/{self.run_id}/{each}" for each in range(world_size)]
+        while not self.store.check(everybody) and time.monotonic() < ends:
             time.sleep(0.05)
-            left = self.store.add(f"left/{self.run_id}", 0)
 
-    def _leave(self) -> int:
-        """Report a failure to the others; return how many workers have reported one."""
+    def _leave(self, rank: int) -> None:
         self.store.set(f"failed/{self.run_id}", "")
-        is_first = not self._has_left
-        self._has_left = True
-        return int(self.store.add(f"left/{self.run_id}", int(is_first)))
+        self.store.set(f"left/{self.run_id}/{rank}", "")
 
     def ask_to_stop(self) -> None:
         """Tell the others that this worker was asked to stop."""
@@ -330,7 +326,7 @@ def watch(
     try:
         while (code := child.wait(POLL_S)) is None:
             if stopped := _given_up(child, peers, step_s, look):
-                peers.leave(child.spec.world_size)
+                peers.leave(child.spec.rank, child.spec.world_size)
                 return stopped
             if child.has_ended_its_task():
                 code = child.wait(GRACE_S if look is None else TRAINED_GRACE_S)
