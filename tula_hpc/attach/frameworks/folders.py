@@ -64,8 +64,10 @@ class FolderState:
             self.save(folder)
             if not holder.meet():
                 return {}
-            files = {str(file.relative_to(folder)): _noted(file) for file in _files(folder)}
-            for each in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
+            inside = sorted(folder.rglob("*"))
+            saved = filter(Path.is_file, inside)
+            files = {str(file.relative_to(folder)): _noted(file) for file in saved}
+            for each in (folder, *filter(Path.is_dir, inside)):
                 sync_folder(each)
         except OSError as error:
             raise CheckpointError(f"{folder}: cannot be saved: {in_words(error)}") from error
@@ -135,10 +137,6 @@ def _make(folder: Path, restart_count: int) -> None:
             shutil.rmtree(other)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def _noted(file: Path) -> list[Any]:
