@@ -427,19 +427,12 @@ class MeasuredSteps(Mode):
         samples = length_of(getattr(self.loader, "_dataset", None)) or 0
         steps = steps_asked(self.spec.program.arguments, self.options)
         is_of_all = samples in {self.configuration.global_batch * each for each in steps}
-        return 0 if self._gives_batches or is_of_all else samples
+        return 0 if self.gives_batches or is_of_all else samples
 
     @property
     def loader_batches(self) -> int:
         """Batches that the loader of this worker gives out in an epoch; 0: unknown."""
         return length_of(self.loader) or 0
-
-    @property
-    def loader_samples(self) -> int:
-        """Samples in `loader_batches`, counting the last batch as full; 0: unknown."""
-        if self._gives_batches:
-            return 0
-        return self.loader_batches * LoaderPass(self.loader).size
 
     @property
     def loader_mean(self) -> float:
@@ -450,7 +443,7 @@ class MeasuredSteps(Mode):
         return self.loaded_samples / batches
 
     @property
-    def _gives_batches(self) -> bool:
+    def gives_batches(self) -> bool:
         """Tell whether each item of the loader is a whole batch, made by the data set."""
         usual = self.forward_samples.most_common(1)
         return LoaderPass(self.loader).size == 1 and bool(usual) and usual[0][0] > 1

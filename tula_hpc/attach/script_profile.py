@@ -143,7 +143,9 @@ class ScriptProfile(MeasuredSteps):
         try:
             next(self._going)
         except StopIteration:
-            self._so_far = self._result()
+            measured = self._measurement().model_dump(mode="json")
+            result = {"measurement": measured, **self._seen()}
+            self._so_far = ProcessMessage(state="done", steps=self.steps, result=result)
             if self.step_passes.grow:
                 self.begins_anew()
                 return
@@ -225,11 +227,6 @@ class ScriptProfile(MeasuredSteps):
             f"workload.arguments, have the script take {least} steps, which are enough, or lower "
             "search.max_batch, as larger batches leave fewer steps"
         )
-
-    def _result(self) -> ProcessMessage:
-        measured = self._measurement()
-        result = {"measurement": measured.model_dump(mode="json"), **self._seen()}
-        return ProcessMessage(state="done", steps=self.steps, result=result)
 
     def _steps(self) -> Iterator[None]:
         # the first step has just ended
@@ -387,7 +384,9 @@ class ScriptProfile(MeasuredSteps):
         if self.settings.counts_steps:
             # not their sum: an endless sampler may give the number of all samples on each worker
             return self.loaded_samples
-        (found,) = self.total(self.loader_samples)
+        # the last batch is counted as full
+        mine = self.loader_batches * LoaderPass(self.loader).size
+        (found,) = self.total(0 if self.gives_batches else mine)
         return int(found) if found < ENDLESS * self.settings.samples else 0
 
     def _between_epochs_s(self) -> float | None:

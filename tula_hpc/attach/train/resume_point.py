@@ -126,7 +126,7 @@ def begin_where_the_script_does(start: Start, job: TrainJob, work: Path) -> str:
     if metrics.steps:
         how, saved_at = _look_for_saved(start, job, work, is_first=not metrics.epochs)
     if start.resumes:
-        _go_on_from(start, metrics, _place_of(work, saved_at), saved_at)
+        _go_on_from(start, metrics, work, saved_at)
     else:
         start.starts_s = 0.0
         put_aside(metrics_file)
@@ -216,30 +216,19 @@ def _is_lacking(name: str, work: Path) -> bool:
     return bool(names) and names.isdisjoint({name, ""})
 
 
-def _place_of(work: Path, saved_at: float | None) -> Saved | None:
-    """Return the last place that was saved up to `saved_at`; None: no place is noted."""
-    if saved_at is None:
-        return None
-    places = [place for place in places_saved_in(work) if place.at <= saved_at + FILE_CLOCK_S]
-    return places[-1] if places else None
-
-
-def _go_on_from(
-    start: Start, metrics: Metrics, place: Saved | None, saved_at: float | None
-) -> None:
+def _go_on_from(start: Start, metrics: Metrics, work: Path, saved_at: float | None) -> None:
     last = metrics.steps[-1].step
-    if place is None:
-        rows = [row for row in metrics.epochs if _was_saved(row, saved_at, last)]
-        if rows:
-            start.epoch = rows[-1].epoch
-            start.step = rows[-1].step
-            start.samples_seen = rows[-1].samples_seen
-    else:
-        rows = [row for row in metrics.epochs if row.step <= place.step]
-        start.epoch = place.epoch
-        start.offset = place.offset
-        start.step = place.step
-        start.samples_seen = place.samples_seen
+    rows = [row for row in metrics.epochs if _was_saved(row, saved_at, last)]
+    reached: EpochMetrics | Saved | None = rows[-1] if rows else None
+    latest = 0.0 if saved_at is None else saved_at + FILE_CLOCK_S
+    if places := [place for place in places_saved_in(work) if place.at <= latest]:
+        reached = places[-1]
+        start.offset = places[-1].offset
+        rows = [row for row in metrics.epochs if row.step <= places[-1].step]
+    if reached is not None:
+        start.epoch = reached.epoch
+        start.step = reached.step
+        start.samples_seen = reached.samples_seen
     start.train_time_s = sum(row.epoch_time_s for row in rows)
     if start.offset:
         before = rows[-1].step if rows else 0
