@@ -15,7 +15,6 @@ from tula_hpc.attach.processes import (
     ProcessEnd,
     WorkerPeers,
     choose_meeting,
-    meeting_from,
     own_output,
     start,
     watch,
@@ -38,7 +37,7 @@ def profiled(
     """Profile a script; return the end of each rank's process."""
     store = HashStore() if world > 1 else None
     places = [WorkerEnvironment(rank, world, rank, 0, "1", 0, ("here",), False) for rank in range(world)]
-    meeting = meeting_from(choose_meeting(places[0]))
+    meeting = choose_meeting(places[0])
     own_folder(folder / "work", Path.cwd())
 
     def run(place: WorkerEnvironment) -> ProcessEnd:

@@ -8,7 +8,6 @@ collective. Whatever happens, nothing that the script has started is left when `
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import select
@@ -69,15 +68,10 @@ class Meeting(NamedTuple):
     began_at: float
 
 
-def choose_meeting(env: WorkerEnvironment) -> str:
-    """Return a `Meeting` on this host as JSON, for `Allocation.broadcast`."""
+def choose_meeting(env: WorkerEnvironment) -> Meeting:
+    """Return a meeting on this host; rank 0 tells the others."""
     host = env.hosts[0] if env.on_slurm else LOOPBACK
-    return json.dumps(Meeting(host, free_port(), secrets.token_hex(8), unix_time()))
-
-
-def meeting_from(text: str) -> Meeting:
-    """Return the meeting that rank 0 chose."""
-    return Meeting(*json.loads(text))
+    return Meeting(host, free_port(), secrets.token_hex(8), unix_time())
 
 
 class ProcessEnd(Record):

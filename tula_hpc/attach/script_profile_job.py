@@ -19,19 +19,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from tula_hpc.attach import processes
 from tula_hpc.attach.own_folder import own_folder
-from tula_hpc.attach.processes import (
-    Meeting,
-    ProcessEnd,
-    WorkerPeers,
-    choose_meeting,
-    end_as,
-    meeting_from,
-    own_output,
-    start,
-    watch,
-    worst,
-)
+from tula_hpc.attach.processes import Meeting, ProcessEnd, WorkerPeers
 from tula_hpc.attach.reporting import ChildSpec
 from tula_hpc.attach.script import counts_steps, forward_batch, script_of, variables_of
 from tula_hpc.attach.script_profile import Settings
@@ -71,14 +61,14 @@ def measure_here(spec: ChildSpec, search: SearchSpec, folder: Path) -> ProcessEn
         place=place,
     )
     spec = spec.model_copy(update={"settings": settings.model_dump(mode="json")})
-    meeting = meeting_from(choose_meeting(place))
+    meeting = processes.choose_meeting(place)
     program = spec.program
     above = named_above([str(program.path or program.module)], program.arguments)
     own_folder(folder / "work", Path.cwd(), above)
-    with own_output(folder, 0) as (work, output):
+    with processes.own_output(folder, 0) as (work, output):
         variables = variables_of(place, 1, meeting, spec.device)
-        child = start(spec, variables, work, Path(output.name), output)
-        return watch(child, WorkerPeers(None, meeting.run_id), PATIENCE_S)
+        child = processes.start(spec, variables, work, Path(output.name), output)
+        return processes.watch(child, WorkerPeers(None, meeting.run_id), PATIENCE_S)
 
 
 def run_profile(job: ProfileJob, env: WorkerEnvironment, queue: WorkQueue) -> int:
@@ -134,11 +124,11 @@ class Session:
         self.search = self.job.sweep.search
         outcomes, meeting = self._run()
         began_at = meeting.began_at
-        if shorter := worst(outcomes).message.result.get("search"):
+        if shorter := processes.worst(outcomes).message.result.get("search"):
             self.again_s += unix_time() - began_at
             self.search = SearchSpec.model_validate(shorter)
             outcomes, meeting = self._run()
-        end = worst(outcomes)
+        end = processes.worst(outcomes)
         if end.message.is_short and self._is_left_out(end):
             self.again_s += unix_time() - meeting.began_at
             return
@@ -149,7 +139,7 @@ class Session:
 
     def _run(self) -> tuple[list[ProcessEnd], Meeting]:
         """Run the script's processes to their end; return how each ended. Collective."""
-        meeting = meeting_from(self.allocation.broadcast(self._prepare))
+        meeting = Meeting(*json.loads(self.allocation.broadcast(self._prepare)))
         peers = WorkerPeers(self.allocation.store, meeting.run_id)
         nodes, per_node, _ = self.configuration
         self.place = place_among(self.env, nodes, per_node)
@@ -163,17 +153,17 @@ class Session:
         return outcomes, meeting
 
     def _prepare(self) -> str:
-        """Make the folder of a start, and return where its processes meet; on rank 0."""
-        chosen = choose_meeting(self.env)
-        folder = self._folder(meeting_from(chosen)) / "work"
+        """Make the folder of a start, and return the `Meeting` of its processes; on rank 0."""
+        meeting = processes.choose_meeting(self.env)
         work = self.job.sweep.workload
-        own_folder(folder, Path.cwd(), named_above(work.entry_points, work.arguments))
-        return chosen
+        above = named_above(work.entry_points, work.arguments)
+        own_folder(self._folder(meeting) / "work", Path.cwd(), above)
+        return json.dumps(meeting)
 
     def _watch(self, place: WorkerEnvironment, meeting: Meeting, peers: WorkerPeers) -> ProcessEnd:
         work = self.sweep.workload
         folder = self._folder(meeting)
-        with own_output(folder, place.rank) as (own, output):
+        with processes.own_output(folder, place.rank) as (own, output):
             spec = ChildSpec(
                 mode="profile",
                 program=script_of(self._long_enough(), self.configuration, own),
@@ -186,8 +176,8 @@ class Session:
             )
             per_node = self.configuration.workers_per_node
             variables = variables_of(place, per_node, meeting, self.job.cluster.device)
-            child = start(spec, variables, own, Path(output.name), output)
-            return watch(child, peers, 60.0 * self.job.sweep.search.first_step_minutes)
+            child = processes.start(spec, variables, own, Path(output.name), output)
+            return processes.watch(child, peers, 60.0 * self.job.sweep.search.first_step_minutes)
 
     def _folder(self, meeting: Meeting) -> Path:
         nodes, _, batch = self.configuration
@@ -300,4 +290,4 @@ class Session:
             )
 
         rank = None if self.place is None else self.place.rank
-        end_as(end, at, rank, record, lambda: self.allocation.broadcast(str))
+        processes.end_as(end, at, rank, record, lambda: self.allocation.broadcast(str))

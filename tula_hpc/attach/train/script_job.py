@@ -16,21 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tula_hpc.attach import processes
 from tula_hpc.attach.hangs import HangWatch
 from tula_hpc.attach.own_folder import own_folder
-from tula_hpc.attach.processes import (
-    Child,
-    Meeting,
-    ProcessEnd,
-    WorkerPeers,
-    choose_meeting,
-    end_as,
-    meeting_from,
-    own_output,
-    start as start_process,
-    watch,
-    worst,
-)
+from tula_hpc.attach.processes import Child, Meeting, ProcessEnd, WorkerPeers
 from tula_hpc.attach.reporting import ChildSpec, ProcessMessage
 from tula_hpc.attach.script import counts_steps, forward_batch, script_of, values_of, variables_of
 from tula_hpc.attach.train.resume_point import (
@@ -92,14 +81,15 @@ class ScriptJob:
     def run(self) -> str:
         """Start the script's processes, and see to their end."""
         self.folder.mkdir(mode=0o700, exist_ok=True)
-        meeting = meeting_from(self.allocation.broadcast(lambda: choose_meeting(self.env)))
-        start = Start(**json.loads(self.allocation.broadcast(lambda: json.dumps(self._start()))))
-        self.compared_with = json.loads(self.allocation.broadcast(self._planned_steps))
+        begins = json.loads(self.allocation.broadcast(self._prepare))
+        meeting = Meeting(*begins["meeting"])
+        start = Start(**begins["start"])
+        self.compared_with = begins["drift"]
         peers = WorkerPeers(self.allocation.store, meeting.run_id)
         peers.announce(self._judged(self._watch(start, meeting, peers), peers))
         self.allocation.broadcast(str)
         outcomes = peers.outcomes(self.place.world_size)
-        end = worst(outcomes)
+        end = processes.worst(outcomes)
         if not end.is_done:
             self._fail(end)
         ends = [TrainedSoFar.model_validate(each.message.result) for each in outcomes]
@@ -113,10 +103,15 @@ class ScriptJob:
         self._write_result(start)
         return "finished"
 
-    def _planned_steps(self) -> str:
-        """Return the plan's step for the drift watch, as JSON; on rank 0."""
-        found = drift_settings(self.job)
-        return "null" if found is None else found.model_dump_json()
+    def _prepare(self) -> str:
+        """Decide how all workers begin; on rank 0."""
+        begins: dict[str, Any] = {
+            "meeting": processes.choose_meeting(self.env),
+            "start": asdict(self._start()),
+        }
+        drift = drift_settings(self.job)
+        begins["drift"] = None if drift is None else drift.model_dump(mode="json")
+        return json.dumps(begins)
 
     def any(self, mine: bool) -> bool:
         """Return rank 0's answer on every worker. Collective."""
@@ -124,8 +119,8 @@ class ScriptJob:
 
     # begin
 
-    def _start(self) -> dict[str, Any]:
-        """Return the `Start`, make the script's folder, and put on record that a job begins."""
+    def _start(self) -> Start:
+        """Return the start, make the script's folder, and put on record that a job begins."""
         work = self.job.sweep.workload
         own_folder(self._work, Path.cwd(), named_above(work.entry_points, work.arguments))
         record = self._start_file
@@ -147,7 +142,7 @@ class ScriptJob:
                 }
                 self.log_event("resumed", how, place)
         write_atomically(record, json.dumps(asdict(start)))
-        return asdict(start)
+        return start
 
     @property
     def _start_file(self) -> Path:
@@ -163,7 +158,7 @@ class ScriptJob:
         work = self.job.sweep.workload
         world, rank = self.place.world_size, self.place.rank
         hangs = HangWatch(peers, rank, world, 60.0 * work.hang_minutes)
-        with own_output(self.folder, rank) as (own, output):
+        with processes.own_output(self.folder, rank) as (own, output):
             spec = self._spec(start, own)
             job = self.job
             place = variables_of(
@@ -172,7 +167,7 @@ class ScriptJob:
             log = Path(output.name)
             first_step_s = 60.0 * self.job.sweep.search.first_step_minutes
             with Scores.of(work.metric if self.is_main else None, self.files, output) as scores:
-                child = start_process(spec, place, own, log, scores.output)
+                child = processes.start(spec, place, own, log, scores.output)
                 scores.read(child.process)
 
                 def look(child: Child) -> str | None:
@@ -180,7 +175,7 @@ class ScriptJob:
                     scores.look()
                     return hangs.look(None if child.message() is None else child.silent_s())
 
-                return watch(child, peers, first_step_s, look)
+                return processes.watch(child, peers, first_step_s, look)
 
     def _spec(self, start: Start, own: Path) -> ChildSpec:
         script = script_of(self.job.sweep, self.job.configuration, own)
@@ -290,7 +285,7 @@ class ScriptJob:
     def _fail(self, end: ProcessEnd) -> NoReturn:
         record = partial(record_oom, self.job, self.env, held=end.message.held)
         at = self.job.configuration
-        end_as(end, at, self.place.rank, record, lambda: self.allocation.broadcast(str))
+        processes.end_as(end, at, self.place.rank, record, lambda: self.allocation.broadcast(str))
 
     def _leave(self) -> str:
         """Ask for a requeue, see `ending.leave`; fail if another job would get no further."""
