@@ -58,26 +58,9 @@ from tula_hpc.formatting import (
     plural,
     printable_output,
 )
+from tula_hpc.init import sweep_file
 from tula_hpc.init.cluster_file import UNKNOWN, KeyLine
 from tula_hpc.init.script_options import ScriptOptions, read_options
-from tula_hpc.init.sweep_file import (
-    METRIC,
-    asked_batch,
-    fill_in,
-    name_line,
-    other_passes,
-    power_of_two,
-    required_arguments,
-    required_keys,
-    resume_lines,
-    search_and_training,
-    share_passes,
-    with_arguments,
-    with_asked_arguments,
-    with_fitting_bounds,
-    with_shared_passes,
-    workers_in,
-)
 from tula_hpc.own_sources import find_module, program_of, source_of
 from tula_hpc.records import Measurement, write_atomically
 
@@ -168,7 +151,7 @@ def _run(options: argparse.Namespace) -> int:
             f"# Sweep of {options.script}, as one worker ran it here. Fill in what is {UNKNOWN!r}.",
             *(f"# {line}" for line in _observations(result)),
             "",
-            *draft.sweep_file(),
+            *draft.lines(),
         ]
     write_out("\n".join(lines) + "\n")
     return 0
@@ -336,7 +319,7 @@ class _Draft:
         self.unknown: dict[str, KeyLine] = {}
         arguments = with_placeholders(given, self.batch, self.passes, self.known)
         if self.source is not None:
-            arguments = with_shared_passes(self.source, arguments)
+            arguments = sweep_file.with_shared_passes(self.source, arguments)
             if self.passes == 1:
                 arguments = self.source.for_all_workers(arguments)
         key = "module" if options.is_module else "script"
@@ -354,8 +337,8 @@ class _Draft:
                 "; put {epochs} into the argument that sets them, or {steps} where steps are set"
             )
         self._ask("epochs", 90, words)
-        passes = 1 if share_passes(arguments) else self.passes
-        planned = power_of_two(max(1, passes))
+        passes = 1 if sweep_file.share_passes(arguments) else self.passes
+        planned = sweep_file.power_of_two(max(1, passes))
         if passes != planned and "{accumulation}" not in joined:
             words = f"a step took {passes} forward passes here; only powers of two can be planned"
             self._ask("accumulation", planned, words)
@@ -437,11 +420,11 @@ class _Draft:
             return []
         return source.for_all_workers(source.batch.words("{local_batch}"))
 
-    def sweep_file(self) -> Iterator[str]:
+    def lines(self) -> Iterator[str]:
         """Yield the lines of a sweep file, valid once those that end with `unknown` are filled."""
         script = self.options.script
         stem = script.rpartition(".")[2] if self.options.is_module else Path(script).stem
-        yield from (name_line(stem), "", "[workload]")
+        yield from (sweep_file.name_line(stem), "", "[workload]")
         # numbers, strings and lists of strings are written in TOML as in JSON
         for name, value in self.table.items():
             line = f"{name} = {json.dumps(value, ensure_ascii=False)}"
@@ -454,10 +437,10 @@ class _Draft:
         lines = [*self.unknown.values()]
         # a state that is kept here needs no arguments, even if another file of the script keeps it
         if self.source is not None and not self.result["measurement"].get("kept"):
-            lines += resume_lines(self.source)
-        yield from (line.text() for line in (*lines, METRIC))
+            lines += sweep_file.resume_lines(self.source)
+        yield from (line.text() for line in (*lines, sweep_file.METRIC))
         yield ""
-        yield from search_and_training(
+        yield from sweep_file.search_and_training(
             ClusterSpec(device=self.result["device"]),
             max(1, self.step_batch),
             self.table.get("accumulation", 1),
@@ -468,24 +451,25 @@ class _Draft:
         """Return the samples of a pass that the run was to have by a sweep file; None: any."""
         names = self.known.names
         used = [names.get(argument, argument) for argument in self.options.arguments]
-        return asked_batch(path.read_text(), used)
+        return sweep_file.asked_batch(path.read_text(), used)
 
     def complete(self, path: Path) -> str:
         """Write values that a sweep file lacks; say in a sentence what was added and is missing."""
         text = path.read_text()
         table = {key: value for key, value in self.table.items() if key not in self.unknown}
-        table |= {"passes": self.passes, "base_batch": self.step_batch * workers_in(text)}
-        text, keys = fill_in(text, table)
+        base_batch = self.step_batch * sweep_file.workers_in(text)
+        table |= {"passes": self.passes, "base_batch": base_batch}
+        text, keys = sweep_file.fill_in(text, table)
         # the arguments may lack the batch here and have it in the file
         asked = self.unknown.get("arguments")
         # arguments that only the user can write; those in the file are no use
         by_hand = asked if self.settings else None
         used = () if by_hand else self.table["arguments"]
-        text, added = with_arguments(text, used, self.known.names)
+        text, added = sweep_file.with_arguments(text, used, self.known.names)
         if asked is not None:
-            text = with_asked_arguments(text, asked)
+            text = sweep_file.with_asked_arguments(text, asked)
         if keys:
-            text, bounds = with_fitting_bounds(text)
+            text, bounds = sweep_file.with_fitting_bounds(text)
             table |= bounds
             keys += sorted(bounds, reverse=True)
         if text != path.read_text():
@@ -494,13 +478,13 @@ class _Draft:
         if added:
             got.append(f"arguments with {' '.join(added)}")
         done = f"filled in {', '.join(got)}" if got else "nothing to fill in"
-        lacking = [*required_keys(text), *required_arguments(text)]
+        lacking = [*sweep_file.required_keys(text), *sweep_file.required_arguments(text)]
         if by_hand is not None:
             value = json.dumps(by_hand.value, ensure_ascii=False)
             why = by_hand.comment.removesuffix(f": {UNKNOWN}")
             lacking.append(f"arguments = {value} ({why})")
         ready = f"fill in {' and '.join(lacking)} by hand" if lacking else "it is complete"
-        advice = other_passes(text, self.passes, is_step="base_batch" in keys)
+        advice = sweep_file.other_passes(text, self.passes, is_step="base_batch" in keys)
         return f"{path}: {done}; {advice}{ready}."
 
 
