@@ -30,7 +30,7 @@ import torch
 from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
 
-from tula_hpc.attach import was_kept, watch_epochs
+from tula_hpc.attach import script, was_kept, watch_epochs
 from tula_hpc.attach.hooks.find_model import methods_of, model_of, why_unheld
 from tula_hpc.attach.hooks.step_times import between_epochs_s
 from tula_hpc.attach.measured_steps import MeasuredSteps
@@ -41,18 +41,6 @@ from tula_hpc.attach.reporting import (
     own_hook,
     require_averaged,
     require_dense,
-)
-from tula_hpc.attach.script import (
-    NEAR,
-    NO_OPTIONS,
-    batch_share,
-    counting,
-    note_parsed,
-    remedy_of_batch,
-    remedy_of_passes,
-    typical_batch,
-    watch_parsers,
-    why_no_passes,
 )
 from tula_hpc.attach.script_course import OPTIMIZER_STEPS, ScriptCourse
 from tula_hpc.batches import ENDLESS, LoaderPass, bytes_of
@@ -114,7 +102,7 @@ class ScriptProfile(MeasuredSteps):
         self.course = ScriptCourse(self)
         self.power: PowerMeter
         self._going = self._steps()
-        self.options = NO_OPTIONS
+        self.options = script.NO_OPTIONS
         # result so far, where steps went on to take more passes
         self._so_far: ProcessMessage | None = None
 
@@ -123,7 +111,7 @@ class ScriptProfile(MeasuredSteps):
         super().begin()
         watch_epochs(self.epoch_begins)
         if self.spec.mode == "look":
-            self.options = watch_parsers()
+            self.options = script.watch_parsers()
         self.suspensions.install()
         self.memory = MemoryMeter(self.settings.cluster)
 
@@ -237,7 +225,7 @@ class ScriptProfile(MeasuredSteps):
                 "out"
             )
         if self.spec.mode == "look":
-            note_parsed(self.options)
+            script.note_parsed(self.options)
         self.meet()
         if self.training.adapts and getattr(self.hooks.model, "_comm_hooks", None):
             raise own_hook(self.training.method)
@@ -272,16 +260,16 @@ class ScriptProfile(MeasuredSteps):
         parts = self.settings.accumulation
         batch = self._batch()
         other = next(filter(None, map(model_of, self.not_counted)), "")
-        to_count = other and counting(other, self.spec.mode)
+        to_count = other and script.counting(other, self.spec.mode)
         repeated = self.hooks.has_repeated
         again = self.step_passes.count(0) if repeated else 0
         if passes == 0 or again >= MOST_AGAIN * len(self.step_passes) > 0:
             known = self._model_name(), methods_of(self.hooks.inner_model or self.found[0])
-            why = why_no_passes(*known, has_repeated=repeated, other=to_count)
+            why = script.why_no_passes(*known, has_repeated=repeated, other=to_count)
             raise InputError(f"{name}: {why}")
         if parts is not None and passes != parts:
             world = self.env.world_size
-            remedy = remedy_of_passes(passes, parts, batch, asked, world, other=other)
+            remedy = script.remedy_of_passes(passes, parts, batch, asked, world, other=other)
             raise self._refusal(
                 f"{name} takes {plural(passes, 'forward pass')} for an optimizer step, not "
                 f"{parts}; {remedy}",
@@ -300,7 +288,8 @@ class ScriptProfile(MeasuredSteps):
     def _batch(self) -> int:
         """Return the samples of a forward pass; 0: no tensor or option of the script shows them."""
         asked = self.settings.forward_batch
-        batch = typical_batch(self.forward_samples, asked, has_loader=self.loader is not None)
+        has_loader = self.loader is not None
+        batch = script.typical_batch(self.forward_samples, asked, has_loader=has_loader)
         by_options = set(self.options.batches())
         return by_options.pop() if batch == 0 and len(by_options) == 1 else batch
 
@@ -314,7 +303,7 @@ class ScriptProfile(MeasuredSteps):
         # a batch of 0 is unknown
         if asked is None or batch in (0, asked) or (differs and not is_last):
             return
-        remedy = remedy_of_batch(self.spec.program.name, asked, batch, self.configuration)
+        remedy = script.remedy_of_batch(self.spec.program.name, asked, batch, self.configuration)
         if differs:
             remedy = (
                 f"{sizes.total()} batches had {min(sizes)} to {max(sizes)} samples; batches that "
@@ -340,7 +329,7 @@ class ScriptProfile(MeasuredSteps):
             return
         share = self.loader_batches * (self.settings.forward_batch or 0)
         # a data set of another size is not the one that the sweep file means
-        is_whole = abs(self.loaded_samples - samples) <= NEAR * samples
+        is_whole = abs(self.loaded_samples - samples) <= script.NEAR * samples
         if is_whole and share > samples * (1 + 1 / world) / 2:
             raise InputError(
                 f"{self.spec.program.name}: each of its {world} workers goes through all "
@@ -355,7 +344,7 @@ class ScriptProfile(MeasuredSteps):
         """Return the measurement. Collective; whole on rank 0."""
         settings = self.settings
         identity = self._identity()
-        share = batch_share(self.forward_samples, settings.forward_batch, self.loader_mean)
+        share = script.batch_share(self.forward_samples, settings.forward_batch, self.loader_mean)
         found = describe(self.configuration, settings.cluster, self.env) | self.course.measured()
         model, _ = self.found
         used = self.memory.use(model, self.parameters, *self.optimizers)
