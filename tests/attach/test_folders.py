@@ -17,7 +17,8 @@ class Writer:
     """A framework, and the keeper of its only worker."""
 
     def __init__(self, place: Path, restart_count: int = 0) -> None:
-        self.store, self.restart_count, self.samples_seen = CheckpointStore(place), restart_count, 0
+        self.store, self.restart_count = CheckpointStore(place), restart_count
+        self.progress = SimpleNamespace(samples_seen=0)
         self.text, self.read = "", ""
         self.state = FolderState("made", self.write, self.take, self, batch=64)  # type: ignore[arg-type] # all it needs
 
@@ -32,7 +33,7 @@ class Writer:
         self.read = (folder / "inner" / "weights").read_text()
 
     def save(self, samples: int) -> Path:
-        self.samples_seen, self.text = samples, f"after {samples}"
+        self.progress.samples_seen, self.text = samples, f"after {samples}"
         kept = self.state.state_dict()
         self.store.save({"kept": {"made": kept}}, samples_seen=samples, restart_count=self.restart_count)
         return self.store.folder / str(kept["folder"])

@@ -53,7 +53,7 @@ class FolderState:
         """
         holder = self.holder
         place = holder.store.folder
-        name = Path(file_name(holder.restart_count, holder.samples_seen)).stem
+        name = Path(file_name(holder.restart_count, holder.progress.samples_seen)).stem
         folder = place / f"{name}.{self.kind}{self.saves}"
         self.saves += 1
         is_main = holder.meet()

@@ -302,11 +302,6 @@ class Keeper(SafePoints):
         self.worker.agree(0.0)
         return self.is_main
 
-    @property
-    def samples_seen(self) -> int:
-        """Samples trained on so far, over all workers."""
-        return self.progress.samples_seen
-
     def _stream(
         self, loader: Iterable[Any], begin: Callable[[], Iterator[Any]] | None = None
     ) -> Stream:
