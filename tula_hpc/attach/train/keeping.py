@@ -242,8 +242,15 @@ class Keeper(SafePoints):
             return
         self.in_batches = True
         stream = self._stream(loader)
+        self._stepped = self.progress.step
+        self.marked = time.perf_counter()
         try:
-            yield from self._each(stream.batches)
+            for batch in stream.batches:
+                self.has_empty_epoch = False
+                yield batch
+                self.progress.batches += 1
+                self.end_batch()
+            self._look_once_more()
         finally:
             self.in_batches = False
             stream.close()
@@ -325,17 +332,6 @@ class Keeper(SafePoints):
             progress.batches = passed.samples // (size * workers)
         progress.batch_size, progress.workers = size, workers
         return stream
-
-    def _each(self, batches: Iterator[Any]) -> Iterator[Any]:
-        self.marked = time.perf_counter()
-        for batch in batches:
-            before = self.progress.step
-            self.has_empty_epoch = False
-            yield batch
-            self.progress.batches += 1
-            if self.progress.step > before and not self.steps.is_open:
-                self._after_step()
-        self._look_once_more()
 
     # saving and stopping
 
