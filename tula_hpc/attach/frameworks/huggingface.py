@@ -55,7 +55,6 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
         self.trainer: Any = None
         # the Trainer's folder in the checkpoint that it goes on from; None: there is none
         self.checkpoint: Path | None = None
-        self.in_epoch = False
         # the Trainer's step after which a stop was last looked for
         self.looked = 0
         self._wrap_train()
@@ -144,7 +143,6 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
         # from other data sets, the batches before are skipped by their indices
         is_stream = isinstance(self.trainer.train_dataset, IterableDataset)
         self.keeper.history.load_ahead(batches if is_stream else 0, self.keeper.saved_numbers)
-        self.in_epoch = True
         self.looked = state.global_step
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -162,8 +160,7 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
         self.keeper.end()
 
     def _end_open_epoch(self, *, is_last: bool) -> None:
-        if self.in_epoch:
-            self.in_epoch = False
+        if self.keeper.in_epoch:
             self.keeper.end_epoch(is_last=is_last)
 
     def on_evaluate(
@@ -182,8 +179,8 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
         self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any
     ) -> None:
         """Report the mean loss of the steps since the last log."""
-        if self.in_epoch and "loss" in (logs or {}):
-            self.keeper.report({"train_loss": (logs or {})["loss"]})
+        if self.keeper.in_epoch and logs is not None and "loss" in logs:
+            self.keeper.report({"train_loss": logs["loss"]})
 
 
 @contextmanager
