@@ -130,16 +130,14 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
     def _note(self, folder: Path) -> None:
         (self.checkpoint,) = folder.glob("checkpoint-*")
 
-    def on_epoch_begin(
-        self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any
-    ) -> None:
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """End the epoch before, whose evaluation is over, and begin this one."""
         self._end_open_epoch(is_last=False)
         self.keeper.begin_epoch()
         # samplers may draw random numbers; the Trainer restores its own with the first batch
         self.keeper.begin_draws()
         batches = self.keeper.progress.batches
-        self.keeper.history.load_from(train_dataloader, args.world_size)
+        self.keeper.history.load_from(given["train_dataloader"], args.world_size)
         # from other data sets, the batches before are skipped by their indices
         is_stream = isinstance(self.trainer.train_dataset, IterableDataset)
         self.keeper.history.load_ahead(batches if is_stream else 0, self.keeper.saved_numbers)
@@ -163,24 +161,15 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
         if self.keeper.in_epoch:
             self.keeper.end_epoch(is_last=is_last)
 
-    def on_evaluate(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        metrics: Mapping[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Report the scores that records know."""
-        found = {SCORES[name]: value for name, value in (metrics or {}).items() if name in SCORES}
-        self.keeper.report(found)
+        known = given["metrics"].items()
+        self.keeper.report({SCORES[name]: value for name, value in known if name in SCORES})
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Report the mean loss of the steps since the last log."""
-        if self.keeper.in_epoch and logs is not None and "loss" in logs:
-            self.keeper.report({"train_loss": logs["loss"]})
+        if self.keeper.in_epoch and "loss" in given["logs"]:
+            self.keeper.report({"train_loss": given["logs"]["loss"]})
 
 
 @contextmanager
