@@ -83,12 +83,11 @@ def newest_in(folder: Path, pattern: str) -> str:
 
 def last_saved_in(folder: Path) -> float | None:
     """Return the Unix time at which a script in this folder last saved; None: it has not."""
-    files = (path for path in folder.rglob("*") if path.suffix in OF_WEIGHTS)
-    # a link leads to a file that was there before
-    own = [path for path in files if path.is_file() and not path.is_symlink()]
+    weights = (path for path in folder.rglob("*") if path.suffix in OF_WEIGHTS)
     # the script may have saved outside this folder, too
-    noted = folder.with_name(SAVED)
-    own += [noted] if noted.exists() else []
+    files = [*weights, folder.with_name(SAVED)]
+    # a link leads to a file that was there before
+    own = (path for path in files if path.is_file() and not path.is_symlink())
     return max((path.stat().st_mtime for path in own), default=None)
 
 

@@ -155,9 +155,8 @@ class Child:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.wait()
-        for descriptor in (self._end, self._answers):
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+        os.close(self._end)
+        os.close(self._answers)
         _LIVING.discard(self.process.pid)
         # orphans are this process's children now, see `adopt_orphans`; some may start others
         while left := set(descendants("self")) - self._others - _of_living():

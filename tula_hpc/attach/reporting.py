@@ -197,9 +197,8 @@ def _hint(error: Exception) -> str:
 
 
 def _failed(failure: Failure, detail: str) -> ProcessMessage:
-    return ProcessMessage(
-        state="failed", failure=failure, detail=" ".join(detail.split())[:MOST_WORDS]
-    )
+    words = " ".join(detail.split())[:MOST_WORDS]
+    return ProcessMessage(state="failed", failure=failure, detail=words)
 
 
 def _first_line(error: BaseException) -> str:
@@ -316,12 +315,10 @@ class Mode(Listener):
 
     def _looked_for(self, error: BaseException) -> str:
         """Return where a relative path was looked for, after a semicolon."""
-        if (
-            not isinstance(error, FileNotFoundError)
-            or Path(str(error.filename or "/")).is_absolute()
-        ):
+        name = error.filename if isinstance(error, FileNotFoundError) else None
+        if not name or Path(str(name)).is_absolute():
             return ""
-        if (self.spec.home / str(error.filename)).exists():
+        if (self.spec.home / str(name)).exists():
             return "; the script runs in a folder of its own, where it is not: give its full path"
         return f"; looked for from {self.spec.home}, where the command was started"
 

@@ -53,12 +53,11 @@ class Script(NamedTuple):
             SystemExit: The script has ended by it; any other exception is the script's as well.
         """
         sys.argv = [str(self.path or self.module), *self.arguments]
+        sys.path.insert(0, str(home if self.path is None else self.path.parent))
         if self.path is not None:
-            sys.path.insert(0, str(self.path.parent))
             runpy.run_path(str(self.path), run_name="__main__")
-            return
-        sys.path.insert(0, str(home))
-        runpy.run_module(str(self.module), run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_module(str(self.module), run_name="__main__", alter_sys=True)
 
 
 def script_of(sweep: SweepSpec, configuration: Configuration, run_dir: Path) -> Script:

@@ -117,9 +117,7 @@ class Scores:
             self._take_line(line[:MOST_LINE_BYTES].decode(errors="replace"))
 
     def _take_line(self, line: str) -> None:
-        if self.pattern is None:
-            return
-        match = self.pattern.search(line)
+        match = None if self.pattern is None else self.pattern.search(line)
         if match is None:
             return
         scores: dict[str, float] = {}
@@ -180,7 +178,7 @@ class Scores:
         for row in read_metrics(self.files.metrics_file).epochs:
             if row.ended_at is None or row.ended_at >= self._began_at:
                 continue
-            known = {name: getattr(row, name) for name in SCORES if getattr(row, name) is not None}
+            known = row.model_dump(include=set(SCORES), exclude_none=True)
             shares = {name: as_share(name, value, is_percent=True) for name, value in known.items()}
             append_record(self.files.metrics_file, row.model_copy(update=shares))
 
@@ -189,6 +187,5 @@ def last_scores(metrics_file: Path) -> dict[str, float]:
     """Return the last known value of each score."""
     latest: dict[str, float] = {}
     for row in read_metrics(metrics_file).epochs:
-        values = {name: getattr(row, name) for name in SCORES}
-        latest |= {name: value for name, value in values.items() if value is not None}
+        latest |= row.model_dump(include=set(SCORES), exclude_none=True)
     return latest
