@@ -15,7 +15,7 @@ from tula_hpc.attach.processes import (
     ProcessEnd,
     WorkerPeers,
     choose_meeting,
-    own_output,
+    open_log,
     start,
     watch,
 )
@@ -44,7 +44,7 @@ def profiled(
         usual = {"configuration": Configuration(world, 1, BATCH), "forward_batch": BATCH, "accumulation": 1}
         wanted = {**usual, "samples": 1000, "search": QUICK, **settings}
         profile_settings = Settings(cluster=ClusterSpec(), place=place, **wanted)
-        with own_output(folder, place.rank) as (work, output):
+        with open_log(folder, place.rank) as log:
             spec = ChildSpec(
                 mode="profile",
                 program=Script(script, None, arguments),
@@ -56,7 +56,7 @@ def profiled(
                 settings=profile_settings.model_dump(mode="json"),
             )
             variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables_of(place, 1, meeting)}
-            child = start(spec, variables, work, Path(output.name), output)
+            child = start(spec, variables, folder / "work", log)
             return watch(child, WorkerPeers(store, meeting.run_id), step_s)
 
     # all threads stay alive in the pool, because a process ends with the thread that started it

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, NamedTuple, NoReturn
 
@@ -206,11 +206,11 @@ def _kill(process: int) -> None:
 
 
 def start(
-    spec: ChildSpec, variables: dict[str, str], folder: Path, log: Path, output: int | IO[bytes]
+    spec: ChildSpec, variables: dict[str, str], work: Path, log: IO[bytes], *, is_read: bool = False
 ) -> Child:
-    """Start a script's process in a folder, with variables on top of those of this process.
+    """Start a script's process in the folder `work`, with variables on top of those of this one.
 
-    Its output goes to `output`, a file or subprocess.PIPE, and is found in `log`.
+    Its output goes to `log`; if it `is_read`, through a pipe whose reader writes it there.
     """
     adopt_orphans()
     others = set(descendants("self"))
@@ -221,17 +221,17 @@ def start(
     write_atomically(file, spec.model_copy(update=changes).model_dump_json())
     process = subprocess.Popen(
         [*start_of_python(), "-m", "tula_hpc.attach.child", str(file)],
-        cwd=folder,
+        cwd=work,
         env=environment_of_script({"PYTHONUNBUFFERED": "1", **variables}),
         stdin=subprocess.DEVNULL,
-        stdout=output,
+        stdout=subprocess.PIPE if is_read else log,
         stderr=subprocess.STDOUT,
         start_new_session=True,
         pass_fds=(answer_end,),
     )
     os.close(answer_end)
     _LIVING.add(process.pid)
-    return Child(spec, process, log, others, answers)
+    return Child(spec, process, Path(log.name), others, answers)
 
 
 def _with_local_rank(program: Script, variables: dict[str, str]) -> Script:
@@ -396,11 +396,9 @@ def worst(outcomes: list[ProcessEnd]) -> ProcessEnd:
     return cause.model_copy(update={"message": message})
 
 
-@contextlib.contextmanager
-def own_output(folder: Path, rank: int) -> Iterator[tuple[Path, IO[bytes]]]:
-    """Open the log of a rank's script; yield the folder in which it runs, and the log."""
-    with (folder / f"rank-{rank}.log").open("ab") as output:
-        yield folder / "work", output
+def open_log(folder: Path, rank: int) -> IO[bytes]:
+    """Open the log of a rank's script, beside the folder in which it runs."""
+    return (folder / f"rank-{rank}.log").open("ab")
 
 
 def error_of(outcome: ProcessEnd, key: str) -> TulaError:

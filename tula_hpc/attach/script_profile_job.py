@@ -64,10 +64,10 @@ def measure_here(spec: ChildSpec, search: SearchSpec, folder: Path) -> ProcessEn
     meeting = processes.choose_meeting(place)
     program = spec.program
     above = named_above([str(program.path or program.module)], program.arguments)
-    own_folder(folder / "work", Path.cwd(), above)
-    with processes.own_output(folder, 0) as (work, output):
+    work = own_folder(folder / "work", Path.cwd(), above)
+    with processes.open_log(folder, 0) as log:
         variables = variables_of(place, 1, meeting, spec.device)
-        child = processes.start(spec, variables, work, Path(output.name), output)
+        child = processes.start(spec, variables, work, log)
         return processes.watch(child, WorkerPeers(None, meeting.run_id), PATIENCE_S)
 
 
@@ -163,20 +163,21 @@ class Session:
     def _watch(self, place: WorkerEnvironment, meeting: Meeting, peers: WorkerPeers) -> ProcessEnd:
         work = self.sweep.workload
         folder = self._folder(meeting)
-        with processes.own_output(folder, place.rank) as (own, output):
-            spec = ChildSpec(
-                mode="profile",
-                program=script_of(self._long_enough(), self.configuration, own),
-                message_file=folder / f"rank-{place.rank}.said",
-                rank=place.rank,
-                world_size=place.world_size,
-                device=self.job.cluster.device,
-                counted_model=work.counted_model,
-                settings=self._settings(place),
-            )
-            per_node = self.configuration.workers_per_node
-            variables = variables_of(place, per_node, meeting, self.job.cluster.device)
-            child = processes.start(spec, variables, own, Path(output.name), output)
+        own = folder / "work"
+        spec = ChildSpec(
+            mode="profile",
+            program=script_of(self._long_enough(), self.configuration, own),
+            message_file=folder / f"rank-{place.rank}.said",
+            rank=place.rank,
+            world_size=place.world_size,
+            device=self.job.cluster.device,
+            counted_model=work.counted_model,
+            settings=self._settings(place),
+        )
+        per_node = self.configuration.workers_per_node
+        variables = variables_of(place, per_node, meeting, self.job.cluster.device)
+        with processes.open_log(folder, place.rank) as log:
+            child = processes.start(spec, variables, own, log)
             return processes.watch(child, peers, 60.0 * self.job.sweep.search.first_step_minutes)
 
     def _folder(self, meeting: Meeting) -> Path:

@@ -87,14 +87,9 @@ class Scores:
                 scores._thread.join(DRAIN_S)
             scores.write()
 
-    @property
-    def output(self) -> int | IO[bytes]:
-        """Return the destination of the script's output, as `subprocess.Popen` takes it."""
-        return self.log if self.pattern is None else subprocess.PIPE
-
     def read(self, process: subprocess.Popen[bytes]) -> None:
-        """Read a process's output, in a thread of its own."""
-        if self.pattern is not None and process.stdout is not None:
+        """Read a process's output, if it comes through a pipe, in a thread of its own."""
+        if process.stdout is not None:
             number = process.stdout.fileno()
             self._thread = threading.Thread(target=self._read, args=(number,), daemon=True)
             self._thread.start()

@@ -155,30 +155,29 @@ class ScriptJob:
     # watch
 
     def _watch(self, start: Start, meeting: Meeting, peers: WorkerPeers) -> ProcessEnd:
-        work = self.job.sweep.workload
-        world, rank = self.place.world_size, self.place.rank
-        hangs = HangWatch(peers, rank, world, 60.0 * work.hang_minutes)
-        with processes.own_output(self.folder, rank) as (own, output):
-            spec = self._spec(start, own)
-            job = self.job
-            place = variables_of(
-                self.place, job.configuration.workers_per_node, meeting, job.cluster.device
-            )
-            log = Path(output.name)
-            first_step_s = 60.0 * self.job.sweep.search.first_step_minutes
-            with Scores.of(work.metric if self.is_main else None, self.files, output) as scores:
-                child = processes.start(spec, place, own, log, scores.output)
-                scores.read(child.process)
+        job, work, place = self.job, self.job.sweep.workload, self.place
+        hangs = HangWatch(peers, place.rank, place.world_size, 60.0 * work.hang_minutes)
+        per_node = job.configuration.workers_per_node
+        variables = variables_of(place, per_node, meeting, job.cluster.device)
+        first_step_s = 60.0 * job.sweep.search.first_step_minutes
+        metric = work.metric if self.is_main else None
+        with (
+            processes.open_log(self.folder, place.rank) as log,
+            Scores.of(metric, self.files, log) as scores,
+        ):
+            is_read = metric is not None
+            child = processes.start(self._spec(start), variables, self._work, log, is_read=is_read)
+            scores.read(child.process)
 
-                def look(child: Child) -> str | None:
-                    self._pass_on(child, peers)
-                    scores.look()
-                    return hangs.look(None if child.message() is None else child.silent_s())
+            def look(child: Child) -> str | None:
+                self._pass_on(child, peers)
+                scores.look()
+                return hangs.look(None if child.message() is None else child.silent_s())
 
-                return processes.watch(child, peers, first_step_s, look)
+            return processes.watch(child, peers, first_step_s, look)
 
-    def _spec(self, start: Start, own: Path) -> ChildSpec:
-        script = script_of(self.job.sweep, self.job.configuration, own)
+    def _spec(self, start: Start) -> ChildSpec:
+        script = script_of(self.job.sweep, self.job.configuration, self._work)
         arguments = (*script.arguments, *start.resuming)
         if start.resuming and takes_rest(self.job.sweep.workload.entry_points):
             arguments = (*start.resuming, *script.arguments)
