@@ -247,15 +247,13 @@ class Stream:
         self.loader = loader
         self.is_wrapped = begin is not None
         self.begin = begin or partial(iter, loader)
-        self._sampled: tuple[BatchSampler, Any] | None = None
+        # gives the loader its own sampler back
+        self._changes = contextlib.ExitStack()
         self.batches = self._begin(passed, workers) if passed else _begun(self.begin)
 
     def close(self) -> None:
         """Give the loader its own sampler back."""
-        if self._sampled is not None:
-            batch_sampler, sampler = self._sampled
-            batch_sampler.sampler = sampler
-            self._sampled = None
+        self._changes.close()
 
     def _begin(self, passed: Passed, workers: int) -> Iterator[Any]:
         loader = self.loader
@@ -264,16 +262,13 @@ class Stream:
         # a loader that counts how often it was gone through has to come to its end
         is_plain = not self.is_wrapped and not _counters(loader)
         length = length_of(loader)
-        indexed: DataLoader[Any] | None = None
-        if _is_indexed(loader) and not (is_same and loader.num_workers):
-            indexed = loader
-            if length is not None:
-                # after the last batch the sampler may draw once more
-                length += 1
-        if is_plain and is_same and length is not None and passed.batches >= length:
+        is_indexed = _is_indexed(loader) and not (is_same and loader.num_workers)
+        # after the last batch a sampler may draw once more
+        is_over = length is not None and passed.batches >= length + is_indexed
+        if is_plain and is_same and is_over:
             return iter(())
-        if indexed is not None:
-            return self._begin_by_index(indexed, passed.samples // workers)
+        if is_indexed:
+            return self._begin_by_index(loader, passed.samples // workers)
         is_counted = is_same or not size
         batches = passed.batches if is_counted else passed.samples // (size * workers)
         stream = _begun(self.begin)
@@ -283,10 +278,10 @@ class Stream:
                 next(stream)
         return stream
 
-    def _begin_by_index(self, loader: DataLoader[Any], samples: int) -> Iterator[Any]:
-        batch_sampler: Any = loader.batch_sampler
+    def _begin_by_index(self, loader: Any, samples: int) -> Iterator[Any]:
+        batch_sampler = loader.batch_sampler
         rest = _Rest(batch_sampler.sampler, samples)
-        self._sampled = (batch_sampler, batch_sampler.sampler)
+        self._changes.callback(setattr, batch_sampler, "sampler", batch_sampler.sampler)
         batch_sampler.sampler = rest
         stream = _begun(self.begin)
         # the sampler draws its numbers here, as it did before the first batch
