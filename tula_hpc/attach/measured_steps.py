@@ -222,12 +222,11 @@ class MeasuredSteps(Mode):
         if self.steps:
             self.step_passes.append(self._passes())
             self.step_batches[max(self._batches.values(), default=0)] += 1
+            self._long_gaps.step_ends(time.perf_counter() - self._began_at, self.device)
         self._batches.clear()
         self._forwards = 0
         self._backward_before = self.hooks.backward.count
         self._loading_s = None
-        if self.steps:
-            self._long_gaps.step_ends(time.perf_counter() - self._began_at, self.device)
         self._apart.step_ends()
         self._used_before = None
         # a script that loads in its own way never reports that it wants a batch

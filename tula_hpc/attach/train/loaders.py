@@ -247,7 +247,6 @@ class Stream:
         self.loader = loader
         self.is_wrapped = begin is not None
         self.begin = begin or partial(iter, loader)
-        # gives the loader its own sampler back
         self._changes = contextlib.ExitStack()
         self.batches = self._begin(passed, workers) if passed else _begun(self.begin)
 
