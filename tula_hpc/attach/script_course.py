@@ -144,20 +144,15 @@ def captured(parameters: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
     communication hook of DDP's, this takes nothing away from the script.
     """
     found: list[Tensor | None] = [None] * len(parameters)
-    handles = []
 
     def note(index: int, parameter: Tensor) -> None:
         if parameter.grad is not None:
             dtype = torch.promote_types(parameter.dtype, torch.float32)
             found[index] = parameter.grad.detach().to(dtype, copy=True)
 
-    for index, parameter in enumerate(parameters):
-        hook = partial(note, index)
-        handles.append(
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call] # torch's
-        )
-    try:
+    with contextlib.ExitStack() as handles:
+        for index, parameter in enumerate(parameters):
+            hook = partial(note, index)
+            handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call] # torch's
+            handles.enter_context(handle)
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
