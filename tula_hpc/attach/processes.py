@@ -349,12 +349,11 @@ def _given_up(
 
 
 def _without_step(child: Child, step_s: float) -> str:
-    message = child.message()
     since = "until its first optimizer step"
     if child.spec.world_size > 1:
         # each worker may have taken steps by itself
         since += " of a model in DistributedDataParallel"
-    if message is not None:
+    if child.message() is not None:
         since = "between two optimizer steps"
     limit = f"{step_s:.0f} s (search.first_step_minutes)"
     return f"{child.spec.program.name} took more than {limit} {since}"

@@ -61,10 +61,14 @@ class ScriptJob:
     def __init__(self, job: TrainJob, allocation: Allocation, stop: StopRequest) -> None:
         self.job, self.allocation, self.stop = job, allocation, stop
         self.env = allocation.env
+        # this worker writes the result
+        self.is_main = self.env.rank == 0
         self.run_directory = RunDirectory(job.root)
         self.files = self.run_directory.train(job.label)
-        # where the script runs, kept over restarts
+        # kept over restarts; the script runs in `work`
         self.folder = self.files.root / "script"
+        self.work = self.folder / "work"
+        self.start_file = self.folder / "start.json"
         nodes, per_node, _ = job.configuration
         self.place = place_among(self.env, nodes, per_node) or self.env
         # set at the end
@@ -72,11 +76,6 @@ class ScriptJob:
         # the plan's step as JSON data, see `script_drift`; None: there is none to compare with
         self.compared_with: dict[str, Any] | None = None
         self._passed_on = False
-
-    @property
-    def is_main(self) -> bool:
-        """True on the worker that writes the result."""
-        return self.env.rank == 0
 
     def run(self) -> str:
         """Start the script's processes, and see to their end."""
@@ -98,7 +97,7 @@ class ScriptJob:
         if any(each.end == "stopped" for each in ends):
             if self.is_main:
                 start.starts_s = self.progress.starts_s
-                write_atomically(self._start_file, json.dumps(asdict(start)))
+                write_atomically(self.start_file, json.dumps(asdict(start)))
             return self._leave()
         self._write_result(start)
         return "finished"
@@ -122,18 +121,17 @@ class ScriptJob:
     def _start(self) -> Start:
         """Return the start, make the script's folder, and put on record that a job begins."""
         work = self.job.sweep.workload
-        own_folder(self._work, Path.cwd(), named_above(work.entry_points, work.arguments))
-        record = self._start_file
+        own_folder(self.work, Path.cwd(), named_above(work.entry_points, work.arguments))
         start = Start(started_at=unix_time())
-        if record.exists():
-            before = Start(**json.loads(record.read_text()))
+        if self.start_file.exists():
+            before = Start(**json.loads(self.start_file.read_text()))
             start = Start(
                 restarts=before.restarts + 1,
                 started_at=before.started_at,
                 starts_s=before.starts_s,
             )
             if not any(self.files.checkpoints.glob("*.tula")):
-                how = begin_where_the_script_does(start, self.job, self._work)
+                how = begin_where_the_script_does(start, self.job, self.work)
                 place = {
                     "step": start.step,
                     "samples_seen": start.samples_seen,
@@ -141,16 +139,8 @@ class ScriptJob:
                     "began_at": job_started_at(),
                 }
                 self.log_event("resumed", how, place)
-        write_atomically(record, json.dumps(asdict(start)))
+        write_atomically(self.start_file, json.dumps(asdict(start)))
         return start
-
-    @property
-    def _start_file(self) -> Path:
-        return self.folder / "start.json"
-
-    @property
-    def _work(self) -> Path:
-        return self.folder / "work"
 
     # watch
 
@@ -166,7 +156,7 @@ class ScriptJob:
             Scores.of(metric, self.files, log) as scores,
         ):
             is_read = metric is not None
-            child = processes.start(self._spec(start), variables, self._work, log, is_read=is_read)
+            child = processes.start(self._spec(start), variables, self.work, log, is_read=is_read)
             scores.read(child.process)
 
             def look(child: Child) -> str | None:
@@ -177,7 +167,7 @@ class ScriptJob:
             return processes.watch(child, peers, first_step_s, look)
 
     def _spec(self, start: Start) -> ChildSpec:
-        script = script_of(self.job.sweep, self.job.configuration, self._work)
+        script = script_of(self.job.sweep, self.job.configuration, self.work)
         arguments = (*script.arguments, *start.resuming)
         if start.resuming and takes_rest(self.job.sweep.workload.entry_points):
             arguments = (*start.resuming, *script.arguments)
@@ -276,7 +266,7 @@ class ScriptJob:
     def _has_all(self, epoch: int, step: int) -> bool:
         """Tell whether these are all epochs, or all steps if the script is given their number."""
         sweep = self.job.sweep
-        steps = values_of(sweep, self.job.configuration, self._work)["steps"]
+        steps = values_of(sweep, self.job.configuration, self.work)["steps"]
         return epoch >= sweep.workload.epochs or (counts_steps(sweep) and step >= int(steps))
 
     # end
