@@ -368,7 +368,7 @@ class _Draft:
 
     def _carrying(self, arguments: list[str]) -> tuple[list[str], str]:
         """Return arguments that might carry the batch, which none of the run's is, and why."""
-        got, settings = self.batch, self.settings
+        got = self.batch
         words = (
             f"no argument is {got}, the batch that the model got: put {{local_batch}} into the one "
             "that sets it, and check that the script's loader uses it"
@@ -381,14 +381,17 @@ class _Draft:
                 "its source or environment; give it an option for that"
             )
         carrying = self._with_batch(arguments)
-        if got and settings:
-            place = Path(settings)
+        if got and self.settings:
+            place = Path(self.settings)
             carrying = [str(place.with_stem(f"{place.stem}-{{local_batch}}"))]
             words = (
-                f"the script was given only {settings} and parsed no options: write one such file "
-                "for each batch that is tried"
+                f"the script was given only {self.settings} and parsed no options: write one such "
+                "file for each batch that is tried"
             )
-        if got and (named := _named_by(arguments, got)) != arguments:
+        # the batch in the name of a file
+        pattern = rf"(?<!\d){got}(?!\d)(?=[^/]*\.[a-z]\w*$)"
+        named = [re.sub(pattern, "{local_batch}", argument) for argument in arguments]
+        if got and named != arguments:
             carrying = named
             words = (
                 f"a file is named after {got}, the batch: write one for each batch that is tried"
@@ -486,12 +489,6 @@ class _Draft:
         ready = f"fill in {' and '.join(lacking)} by hand" if lacking else "it is complete"
         advice = sweep_file.other_passes(text, self.passes, is_step="base_batch" in keys)
         return f"{path}: {done}; {advice}{ready}."
-
-
-def _named_by(arguments: list[str], batch: int) -> list[str]:
-    """Return the arguments with {local_batch} in place of the batch in the name of a file."""
-    pattern = rf"(?<!\d){batch}(?!\d)(?=[^/]*\.[a-z]\w*$)"
-    return [re.sub(pattern, "{local_batch}", argument) for argument in arguments]
 
 
 if __name__ == "__main__":

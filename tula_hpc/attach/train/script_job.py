@@ -145,7 +145,9 @@ class ScriptJob:
     # watch
 
     def _watch(self, start: Start, meeting: Meeting, peers: WorkerPeers) -> ProcessEnd:
-        job, work, place = self.job, self.job.sweep.workload, self.place
+        job = self.job
+        work = job.sweep.workload
+        place = self.place
         hangs = HangWatch(peers, place.rank, place.world_size, 60.0 * work.hang_minutes)
         per_node = job.configuration.workers_per_node
         variables = variables_of(place, per_node, meeting, job.cluster.device)
