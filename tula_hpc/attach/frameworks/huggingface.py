@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from tula_hpc.attach.frameworks.folders import FolderState
+from tula_hpc.attach.hooks.patches import before
 from tula_hpc.errors import InputError
 
 if TYPE_CHECKING:
@@ -91,14 +92,9 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
         )
         if self.keeper.progress.loops:
             _train_no_further(trainer)
-        original = trainer.get_batch_samples
-
-        @wraps(original)
-        def get_batch_samples(*args: Any, **kwargs: Any) -> Any:
-            self.keeper.history.take_batches(self.keeper.steps.hooks.loader)
-            return original(*args, **kwargs)
-
-        trainer.get_batch_samples = get_batch_samples
+        history = self.keeper.history
+        hooks = self.keeper.steps.hooks
+        before((trainer,), "get_batch_samples", lambda: history.take_batches(hooks.loader))
         if self.checkpoint is None:
             return None
         # a resume is no start, and early stopping would count an evaluation at it
@@ -239,11 +235,11 @@ def _train_no_further(trainer: Any) -> None:
 @contextmanager
 def _changed(holder: Any, values: Mapping[str, Any]) -> Iterator[None]:
     """Give attributes of an object other values within the block."""
-    before = {name: getattr(holder, name) for name in values}
+    own = {name: getattr(holder, name) for name in values}
     try:
         for name, value in values.items():
             setattr(holder, name, value)
         yield
     finally:
-        for name, value in before.items():
+        for name, value in own.items():
             setattr(holder, name, value)
