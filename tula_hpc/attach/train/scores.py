@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -75,18 +75,6 @@ class Scores:
         self._written_at = -math.inf
         self._thread: threading.Thread | None = None
 
-    @classmethod
-    @contextlib.contextmanager
-    def of(cls, pattern: str | None, files: TrainDirectory, log: IO[bytes]) -> Iterator[Scores]:
-        """Read output within the block, and record the last scores at its end."""
-        scores = cls(pattern, files, log)
-        try:
-            yield scores
-        finally:
-            if scores._thread is not None:
-                scores._thread.join(DRAIN_S)
-            scores.write()
-
     def read(self, process: subprocess.Popen[bytes]) -> None:
         """Read a process's output, if it comes through a pipe, in a thread of its own."""
         if process.stdout is not None:
@@ -102,6 +90,12 @@ class Scores:
                 self.log.flush()
             self.take(content)
         self.take(b"\n")
+
+    def close(self) -> None:
+        """Wait for the end of the output, and record the last scores."""
+        if self._thread is not None:
+            self._thread.join(DRAIN_S)
+        self.write()
 
     def take(self, content: bytes) -> None:
         """Look for scores in the next part of the output."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from contextlib import closing
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -155,7 +156,7 @@ class ScriptJob:
         metric = work.metric if self.is_main else None
         with (
             processes.open_log(self.folder, place.rank) as log,
-            Scores.of(metric, self.files, log) as scores,
+            closing(Scores(metric, self.files, log)) as scores,
         ):
             is_read = metric is not None
             child = processes.start(self._spec(start), variables, self.work, log, is_read=is_read)

@@ -79,10 +79,9 @@ class ScriptScaling:
         if model is self._attached:
             return
         self._attached = model
-        if not self.adapts or not isinstance(model, DistributedDataParallel):
-            return
         # some scripts wrap the model of a single worker, too
-        if self.configuration.world_size == 1:
+        is_alone = self.configuration.world_size == 1
+        if is_alone or not self.adapts or not isinstance(model, DistributedDataParallel):
             return
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.norms = LocalNorms(trained, self.configuration.local_batch)
