@@ -18,11 +18,9 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from pydantic import Field
-from torch import nn
 from torch.optim import Optimizer
 
 from tula_hpc.attach.hangs import Place, place_of
-from tula_hpc.attach.hooks.find_model import name_of, parameters_of
 from tula_hpc.attach.hooks.passes import Listener
 from tula_hpc.attach.hooks.step_hooks import Hooks
 from tula_hpc.attach.own_folder import Saved, spare_files
@@ -40,7 +38,6 @@ from tula_hpc.errors import (
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.files import NO_SPACE, PASSING, full_disk
 from tula_hpc.formatting import first_line
-from tula_hpc.gradients.norms import dense_gradients
 from tula_hpc.launch.diagnosis import last_bytes, lost_a_peer
 from tula_hpc.process_memory import held_by_others, keep_freed, out_of_memory, parent_of
 from tula_hpc.records import parse_record, write_atomically
@@ -338,44 +335,3 @@ class Mode(Listener):
     def circumstances(self) -> str:
         """Return what may explain a failure of the script at this moment, after a semicolon."""
         return ""
-
-
-def own_hook(method: str) -> InputError:
-    """Return the error for a method that needs DDP's hook, where the script has its own hook."""
-    message = (
-        f'"{method}" needs the communication hook of DistributedDataParallel, and the script has '
-        'registered its own; expected "lbt", or "lrs" or "sqrt" with {lr_scale}'
-    )
-    return InputError(message, key="training.method")
-
-
-def require_averaged(method: str, model: nn.Module, optimizer: Optimizer) -> None:
-    """Check that a model in DistributedDataParallel has all gradients of an optimizer.
-
-    Raises:
-        InputError: Other parameters have gradients, too, whose norms its hook does not see.
-    """
-    outside = parameters_of(optimizer).difference(model.parameters())
-    if any(parameter.grad is not None for parameter in outside):
-        raise InputError(
-            f'"{method}" takes the norms of gradients where DistributedDataParallel averages them, '
-            f"and {type(optimizer).__name__} also trains parameters that are not in "
-            f"{name_of(model)}; expected one wrapped model with all of them, or "
-            '"lbt", or "lrs" or "sqrt" with {lr_scale}',
-            key="training.method",
-        )
-
-
-def require_dense(method: str, optimizer: Optimizer) -> None:
-    """Check that a method can scale the gradients of an optimizer.
-
-    Raises:
-        InputError: One of them is sparse or complex.
-    """
-    try:
-        dense_gradients([*parameters_of(optimizer)])
-    except TypeError as error:
-        raise InputError(
-            f'"{method}": {error}; expected "lbt", or "lrs" or "sqrt" with {{lr_scale}}',
-            key="training.method",
-        ) from None

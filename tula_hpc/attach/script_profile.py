@@ -34,15 +34,9 @@ from tula_hpc.attach import script, was_kept, watch_epochs
 from tula_hpc.attach.hooks.find_model import methods_of, model_of, why_unheld
 from tula_hpc.attach.hooks.step_times import between_epochs_s
 from tula_hpc.attach.measured_steps import MeasuredSteps
-from tula_hpc.attach.reporting import (
-    ChildSpec,
-    ProcessMessage,
-    leave,
-    own_hook,
-    require_averaged,
-    require_dense,
-)
+from tula_hpc.attach.reporting import ChildSpec, ProcessMessage, leave
 from tula_hpc.attach.script_course import OPTIMIZER_STEPS, ScriptCourse
+from tula_hpc.attach.train.script_scaling import own_hook, require_averaged, require_dense
 from tula_hpc.batches import ENDLESS, LoaderPass, bytes_of
 from tula_hpc.config import ClusterSpec, SearchSpec, TrainingSpec
 from tula_hpc.ddp.stop_signals import Suspensions

@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from tula_hpc.attach.hooks.find_model import parameters_of, size_of, trained_in
-from tula_hpc.attach.reporting import own_hook, require_averaged
+from tula_hpc.attach.hooks.find_model import name_of, parameters_of, size_of, trained_in
 from tula_hpc.config import SweepSpec, TrainingSpec
 from tula_hpc.ddp.methods import ReferenceBatch, scaling_options
 from tula_hpc.errors import DivergedError, InputError
 from tula_hpc.formatting import plural
-from tula_hpc.gradients.norms import squared
+from tula_hpc.gradients.norms import dense_gradients, squared
 from tula_hpc.gradients.small_batch_norms import LocalNorms
 from tula_hpc.optim.joint_scaling import JointScaling
 from tula_hpc.optim.observer import GradientObserver
@@ -244,6 +243,47 @@ def _scale_left_to(optimizer: Optimizer) -> Tensor | float:
     """Return the loss scale by which an optimizer itself divides in its step, as fused ones do."""
     scale: Tensor | None = getattr(optimizer, "grad_scale", None)
     return 1.0 if scale is None else scale
+
+
+def own_hook(method: str) -> InputError:
+    """Return the error for a method that needs DDP's hook, where the script has its own hook."""
+    message = (
+        f'"{method}" needs the communication hook of DistributedDataParallel, and the script has '
+        'registered its own; expected "lbt", or "lrs" or "sqrt" with {lr_scale}'
+    )
+    return InputError(message, key="training.method")
+
+
+def require_averaged(method: str, model: nn.Module, optimizer: Optimizer) -> None:
+    """Check that a model in DistributedDataParallel has all gradients of an optimizer.
+
+    Raises:
+        InputError: Other parameters have gradients, too, whose norms its hook does not see.
+    """
+    outside = parameters_of(optimizer).difference(model.parameters())
+    if any(parameter.grad is not None for parameter in outside):
+        raise InputError(
+            f'"{method}" takes the norms of gradients where DistributedDataParallel averages them, '
+            f"and {type(optimizer).__name__} also trains parameters that are not in "
+            f"{name_of(model)}; expected one wrapped model with all of them, or "
+            '"lbt", or "lrs" or "sqrt" with {lr_scale}',
+            key="training.method",
+        )
+
+
+def require_dense(method: str, optimizer: Optimizer) -> None:
+    """Check that a method can scale the gradients of an optimizer.
+
+    Raises:
+        InputError: One of them is sparse or complex.
+    """
+    try:
+        dense_gradients([*parameters_of(optimizer)])
+    except TypeError as error:
+        raise InputError(
+            f'"{method}": {error}; expected "lbt", or "lrs" or "sqrt" with {{lr_scale}}',
+            key="training.method",
+        ) from None
 
 
 def refuse_another(model: nn.Module, before: int) -> None:
