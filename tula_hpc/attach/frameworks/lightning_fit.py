@@ -38,11 +38,12 @@ from tula_hpc.errors import InputError
 if TYPE_CHECKING:
     from tula_hpc.attach.train.keeping import Keeper
 
-# names under which users log each score in a validation, preferred ones first
+# names under which users log each score by the end of a validation, preferred ones first
 SCORES = {
     "test_loss": ("val_loss", "valid_loss", "test_loss"),
     "test_accuracy": ("val_acc", "val_accuracy", "valid_acc", "test_acc", "test_accuracy"),
     "test_top5_accuracy": ("val_acc5", "val_top5_accuracy", "test_top5_accuracy"),
+    "train_loss": ("train_loss",),
 }
 # Lightning's file in the folder of a checkpoint
 FILE = "lightning.ckpt"
@@ -249,8 +250,6 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
             known = [float(metrics[name]) for name in names if name in metrics]
             if known:
                 scores[score] = known[0]
-        if "train_loss" in metrics:
-            scores["train_loss"] = float(metrics["train_loss"])
         self.keeper.report(scores)
 
     def _go_on(self, data_fetcher: Any) -> None:
