@@ -148,9 +148,6 @@ class ScriptProfile(MeasuredSteps):
         left = steps - self._apart_steps
         if code == 0 and (search := within(self.settings.search, left, self.course.turn)):
             shorter = {"search": search.model_dump(mode="json"), "others": self._others()}
-        if steps:
-            shorter["identity"] = self._identity().model_dump(mode="json")
-        remedy = ""
         if steps == 0 and self.not_counted:
             only = ", ".join(self._others())
             when = f": no optimizer of the model that counts took a step, only {only}"
@@ -163,6 +160,7 @@ class ScriptProfile(MeasuredSteps):
                 "process that it starts, and no file of an earlier training from which it goes on"
             )
         else:
+            shorter["identity"] = self._identity().model_dump(mode="json")
             when = f" after {plural(steps, 'optimizer step')}, before it was measured"
             if self.not_counted:
                 when += f"; steps of others were not counted: {', '.join(self._others())}"
