@@ -228,6 +228,25 @@ def test_a_batch_that_a_script_cuts_out_of_others_has_the_samples_that_were_aske
     assert seen == [expected]
 
 
+def test_batches_of_an_evaluation_past_the_wrapper_say_nothing_about_a_batch_of_graphs() -> None:
+    """Only passes of the wrapper are seen, and the first dimension of joined graphs is that of their nodes."""
+    seen: list[int] = []
+
+    class Seeing(Listener):
+        def forward_begins(self, samples: int) -> None:
+            seen.append(samples)
+
+    hooks = Hooks(Seeing())
+    evaluation = DataLoader(TensorDataset(torch.zeros(20)), 10)
+    graphs: Any = [torch.zeros(3, 4)] * 8
+    training = iter(DataLoader(graphs, 4, collate_fn=torch.cat))
+    for loader in (iter(evaluation), training):
+        for batch in loader:
+            hooks.next_batch(loader, batch)
+    hooks._before_forward(nn.Identity(), ({"nodes": torch.zeros(12, 4)},), {})
+    assert seen == [4]
+
+
 def test_passes_without_gradients_over_the_batches_of_a_step_are_no_evaluation() -> None:
     """Contrastive losses over several parts compute features first, and then each part again with gradients."""
     calls: list[object] = []

@@ -132,8 +132,7 @@ class Hooks:
         around_next(self.next_batch, self.listener)
         self.backward.install()
         # both modules have the function; torch.multiprocessing.spawn as an attribute is no module
-        starters = ("torch.multiprocessing", "torch.multiprocessing.spawn")
-        starting = [sys.modules[name] for name in starters]
+        starting = [sys.modules[f"torch.multiprocessing{end}"] for end in ("", ".spawn")]
         why = (
             "starts workers of its own (torch.multiprocessing.spawn); here each worker is a "
             "process already, as under torchrun: call the function that trains without spawn, with "
@@ -254,7 +253,8 @@ class Hooks:
         if is_batch or (isinstance(first, list | tuple) and len(first) == given):
             return given
         samples = samples_in(first) or samples_in((args, kwargs))
-        unused = [count for _, count in self._unused]
+        # others may be an evaluation's, whose passes go by unnoticed where it leaves out the wrapper
+        unused = [count for data, count in self._unused if data == self._last.data]
         if samples in unused or any(samples == each.items for each in self._given.values()):
             return samples
         both = [each.items for key, each in self._given.items() if key in self._prior]
