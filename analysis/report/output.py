@@ -161,23 +161,27 @@ def _least(columns: Sequence[TextColumn]) -> int:
     return sum(column.least for column in columns) + GAP * (len(columns) - 1)
 
 
-def add_columns(
-    table: Table, columns: Sequence[TextColumn], width: int, styles: Sequence[str]
-) -> None:
-    """Fill an empty table that has neither box nor edges, for a terminal of `width` characters.
+def terminal_table(
+    columns: Sequence[TextColumn], width: int, styles: Sequence[str] = (), **words: Any
+) -> Table:
+    """Return a table for a terminal of `width` characters; `styles` are those of its rows, if any.
 
-    Texts that look like markup or a terminal's escapes are shown, not interpreted. `styles` has a
-    style for each row.
+    Texts that look like markup or a terminal's escapes are shown, not interpreted. `words` are
+    rich's arguments for a title or a caption.
     """
+    from rich.table import Table
     from rich.text import Text
 
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), **words)
     clean = [column._replace(cells=list(map(printable, column.cells))) for column in columns]
     chosen = fitted(clean, width)
     for column, characters in chosen:
         justify: Literal["left", "right"] = "right" if column.right else "left"
         table.add_column(Text(column.heading), justify=justify, width=characters)
-    for row, style in enumerate(styles):
-        table.add_row(*(Text(column.cells[row]) for column, _ in chosen), style=style)
+    rows = list(zip(*(column.cells for column, _ in chosen), strict=True))
+    for cells, style in zip(rows, styles or [""] * len(rows), strict=True):
+        table.add_row(*map(Text, cells), style=style)
+    return table
 
 
 NO_COLUMNS: Mapping[str, int] = {}
@@ -196,24 +200,17 @@ def table_lines(
     `narrow` and `spare` are those of `TextColumn`, by the names of columns.
     """
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = width
-    table = Table(
-        title=Text(printable(title)) if title else None,
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-        padding=(0, GAP, 0, 0),
-    )
     columns = [
         TextColumn(name, cells, narrow=narrow.get(name), spare=spare.get(name, 0))
         for name, cells in zip(content.columns, zip(*content.rows, strict=True), strict=True)
     ]
-    add_columns(table, columns, console.width, [""] * len(content.rows))
+    heading = Text(printable(title)) if title else None
+    table = terminal_table(columns, console.width, title=heading, title_justify="left")
     with console.capture() as capture:
         console.print(table)
     return capture.get().rstrip("\n")

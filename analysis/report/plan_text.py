@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tula_hpc.analysis.planning.partitions import name_of
-from tula_hpc.analysis.report.output import GAP, PLAN_WIDTH, TextColumn, add_columns
+from tula_hpc.analysis.report.output import PLAN_WIDTH, TextColumn, terminal_table
 from tula_hpc.config import ClusterSpec
 from tula_hpc.formatting import (
     FOREVER_S,
@@ -406,13 +406,6 @@ def _table(plan: Plan, width: int) -> Table:
         captions.append(f"{FRONT_MARK} Pareto front: no candidate is faster and cheaper")
     if len(shown) < len(plan.candidates):
         captions.append(f"{len(shown)} of {len(plan.candidates):,} candidates; --json shows more")
-    table = Table(
-        box=None,
-        caption="; ".join(captions) or None,
-        caption_justify="left",
-        pad_edge=False,
-        padding=(0, GAP, 0, 0),
-    )
     styles = []
     for candidate in shown:
         style = ""
@@ -421,8 +414,8 @@ def _table(plan: Plan, width: int) -> Table:
         elif not candidate.feasible:
             style = "dim"
         styles.append(style)
-    add_columns(table, _columns(plan, shown), width, styles)
-    return table
+    words = {"caption": "; ".join(captions) or None, "caption_justify": "left"}
+    return terminal_table(_columns(plan, shown), width, styles, **words)
 
 
 def _columns(plan: Plan, shown: Sequence[Candidate]) -> list[TextColumn]:
