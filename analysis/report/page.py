@@ -135,9 +135,7 @@ def _summary(contents: RunContents) -> list[tables.SummaryRow]:
     for training in contents.trainings:
         if training.result and training.partition in here:
             bill = bill_of(contents.plan, contents.events, training)
-            trained = (training.result, training.epoch_time_s, bill)
-            rows = contents.measurements
-            return tables.summary_rows(contents.plan, rows, *trained, passes=training.passes)
+            return tables.summary_rows(contents.plan, contents.measurements, training, bill)
     return tables.summary_rows(contents.plan, contents.measurements, None)
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from tula_hpc.analysis.costs.training_bill import TrainingBill
 from tula_hpc.analysis.planning.partitions import name_of
-from tula_hpc.analysis.run_contents import as_planned, ends, leaves, measured_epochs
+from tula_hpc.analysis.run_contents import Training, as_planned, ends, leaves, measured_epochs
 from tula_hpc.analysis.what_if import WhatIf
 from tula_hpc.formatting import (
     UNKNOWN,
@@ -67,28 +67,25 @@ SUMMARY_COLUMNS = (
 def summary_rows(
     plan: Plan,
     measurements: Sequence[Measurement],
-    result: TrainResult | None,
-    trained_epoch_s: float | None = None,
+    trained: Training | None,
     bill: TrainingBill | None = None,
-    *,
-    passes: int | None = None,
 ) -> list[SummaryRow]:
     """Return rows of the chosen configuration, its neighbours in batch, its batch on other nodes.
 
-    All are of the chosen partition. `trained_epoch_s` is the training's own time of an epoch, see
-    `run_contents.median_epoch_s`, `bill` the bill of the whole training, and `passes` the forward
-    passes of its steps, if known: an epoch in other passes is not compared with the prediction.
+    All are of the chosen partition, as is a training with its bill.
     """
     here = of_partition(as_planned(measurements, plan), plan.chosen.partition)
     measured = measured_epochs(here, plan.dataset_samples)
+    result = trained.result if trained else None
     rows = []
     for role, item in _chosen_and_neighbours(plan):
         row = SummaryRow(role, item, measured.get(item.configuration))
-        if result and (result.nodes, result.global_batch) == (item.nodes, item.global_batch):
-            paid = bill.cost.actual if bill else None
-            is_comparable = passes in (None, item.accumulation)
-            epoch_s = trained_epoch_s if is_comparable else None
-            row = row._replace(result=result, trained_epoch_s=epoch_s, paid=paid)
+        same = (item.nodes, item.global_batch)
+        if trained and result and (result.nodes, result.global_batch) == same:
+            row = row._replace(result=result, paid=bill.cost.actual if bill else None)
+            # an epoch in other forward passes cannot be compared with the prediction
+            if trained.passes in (None, item.accumulation):
+                row = row._replace(trained_epoch_s=trained.epoch_time_s)
         rows.append(row)
     return rows
 

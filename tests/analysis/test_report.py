@@ -648,24 +648,28 @@ def test_damaged_accounting_leaves_the_rest_of_the_report(tmp_path: Path) -> Non
 def test_the_error_of_a_trained_configuration_is_that_of_its_training(ended: RunDirectory) -> None:
     """The error is not that of the profile to which the model was fitted, whether there is a profile or not."""
     made, measured = ended.read_plan(), ended.measurements().records
-    result = TrainResult.model_validate_json(ended.train().result_file.read_bytes())
+    (training,) = read_run(ended).trainings
+    assert training.epoch_time_s is not None
     for rows in (measured, []):
-        chosen, *others = summary_rows(made, rows, result, 12.5)
+        chosen, *others = summary_rows(made, rows, training)
         assert others == summary_rows(made, rows, None)[1:]
         cells = summary_cells(chosen)
-        assert cells[2].endswith("\n12.5 s in training")
-        assert cells[3] == f"{in_comparison(12.5 / made.chosen.epoch_time_s)}\nin training"
+        assert cells[2].endswith(f"\n{format_duration(training.epoch_time_s)} in training")
+        assert cells[3] == f"{in_comparison(training.epoch_time_s / made.chosen.epoch_time_s)}\nin training"
 
 
 def test_a_training_counts_only_where_it_ran(ended: RunDirectory) -> None:
     made, measured = ended.read_plan(), ended.measurements().records
-    result = TrainResult.model_validate_json(ended.train().result_file.read_bytes())
-    rows = summary_rows(made, measured, result, 12.5)
+    (training,) = read_run(ended).trainings
+    result = training.result
+    assert result is not None
+    rows = summary_rows(made, measured, training)
     assert [row.result for row in rows] == [result, *[None] * (len(rows) - 1)]
-    assert [row.trained_epoch_s for row in rows] == [12.5, *[None] * (len(rows) - 1)]
+    assert [row.trained_epoch_s for row in rows] == [training.epoch_time_s, *[None] * (len(rows) - 1)]
     assert summary_table(rows).columns[-1] == "accuracy"
     moved = result.model_copy(update={"global_batch": result.global_batch // 2, "local_batch": result.local_batch // 2})
-    assert [row.result is not None for row in summary_rows(made, measured, moved)] == [False, True, *[False] * 3]
+    rows = summary_rows(made, measured, training._replace(result=moved))
+    assert [row.result is not None for row in rows] == [False, True, *[False] * 3]
 
 
 def test_a_training_in_other_passes_is_not_compared_with_the_prediction(tmp_path: Path) -> None:
@@ -679,9 +683,9 @@ def test_a_training_in_other_passes_is_not_compared_with_the_prediction(tmp_path
         (training,) = contents.trainings
         found = candidate_of(made, training)
         assert (found == made.chosen) == (passes == 1)
-        rows = summary_rows(made, [], training.result, 12.5, passes=training.passes)
+        rows = summary_rows(made, [], training)
         assert rows[0].result == training.result
-        assert rows[0].trained_epoch_s == (12.5 if passes == 1 else None)
+        assert rows[0].trained_epoch_s == (training.epoch_time_s if passes == 1 else None)
 
 
 @pytest.mark.usefixtures("no_figure", "no_pages")

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tests.run_factory import make_run
 from tula_hpc.analysis.report.output import GAP, TextColumn, fitted
+from tula_hpc.analysis.run_contents import read_run
 from tula_hpc.cli.pipeline import print_summary
 from tula_hpc.formatting import printable_output
-from tula_hpc.records import TrainResult
 
 texts = st.text("abc ◆漢\n", max_size=20)
 
@@ -45,8 +45,8 @@ def test_the_summary_fits_the_terminal(
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", str(width))
     run = make_run(tmp_path / "run")
-    result = TrainResult.model_validate_json(run.train().result_file.read_bytes())
-    print_summary(run.read_plan(), run.measurements().records, result, trained_epoch_s=31.0)
+    (training,) = read_run(run).trainings
+    print_summary(run.read_plan(), run.measurements().records, training)
     text = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
     assert all(len(line) <= width for line in text.splitlines())
     assert "…" not in text

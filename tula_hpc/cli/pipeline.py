@@ -69,17 +69,12 @@ NARROW = {"configuration": len("N = 16, B = 16,384"), "measured": len("in traini
 def print_summary(
     plan: Plan,
     measurements: Sequence[Measurement],
-    result: TrainResult | None,
+    trained: Training | None,
     profiling_cost: str = "",
-    trained_epoch_s: float | None = None,
-    *,
     bill: TrainingBill | None = None,
-    passes: int | None = None,
 ) -> None:
     """Print the summary table and the cost of profiling; see `report.tables.summary_rows`."""
-    content = summary_table(
-        summary_rows(plan, measurements, result, trained_epoch_s, bill, passes=passes)
-    )
+    content = summary_table(summary_rows(plan, measurements, trained, bill))
     where = f" on {plan.chosen.partition}" if plan.chosen.partition else ""
     title = f"Chosen configuration and its neighbours{where}"
     lines = table_lines(content, title, width=SUMMARY_WIDTH, narrow=NARROW, spare=SPARE)
@@ -279,17 +274,9 @@ def _say_summary(
     sweep: Sweep, plan: Plan, trained: Training, profiling_cost: str
 ) -> TrainingBill | None:
     # the table is about the chosen partition only
-    here = trained.partition in (None, plan.chosen.partition)
+    here = trained if trained.partition in (None, plan.chosen.partition) else None
     bill = bill_of(plan, sweep.run.events(), trained)
-    print_summary(
-        plan,
-        sweep.run.measurements().records,
-        trained.result if here else None,
-        profiling_cost,
-        trained.epoch_time_s,
-        bill=bill,
-        passes=trained.passes,
-    )
+    print_summary(plan, sweep.run.measurements().records, here, profiling_cost, bill)
     _say_bill(bill)
     _warn_of_scores(sweep, trained)
     return bill
