@@ -820,13 +820,17 @@ def wrapped_again() -> None:
 def names_of_wrapped(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     model = DistributedDataParallel(nn.Linear(4, 2))
-    names = [model_of(torch.optim.SGD(model.parameters(), 0.1)), name_of(model.module)]
+    compiled = DistributedDataParallel(torch.compile(Wrapping()))
+    hooks = Hooks(Listener(), "Wrapping")
+    hooks._note_wrapped(compiled)
+    assert hooks.model is compiled
+    names = [model_of(torch.optim.SGD(model.parameters(), 0.1)), name_of(model.module), name_of(compiled)]
     (folder / "results.json").write_text(json.dumps(names))
 
 
 def test_a_wrapped_model_has_the_name_that_the_script_has_for_it(tmp_path: Path) -> None:
     start_workers(1, names_of_wrapped, tmp_path)
-    assert json.loads((tmp_path / "results.json").read_text()) == ["Linear", "Linear"]
+    assert json.loads((tmp_path / "results.json").read_text()) == ["Linear", "Linear", "Wrapping"]
 
 
 def wrapped() -> None:

@@ -86,12 +86,17 @@ def objects_of(kind: type[T]) -> Iterator[T]:
 def name_of(model: nn.Module) -> str:
     """Return the class name of a model, by the outermost module around it that is no wrapper."""
     if isinstance(model, DistributedDataParallel):
-        return type(model.module).__name__
+        return type(_unwrapped(model.module)).__name__
     around = modules_with(set(model.parameters()))
     inner = (each for each in around if not isinstance(each, WRAPPERS))
     own = (each for each in inner if not any(hasattr(each, name) for name in WRAPPED))
     names = [type(module).__name__ for module in own]
     return names[-1] if names else type(model).__name__
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    inner = next((name for name in WRAPPED if hasattr(model, name)), None)
+    return model if inner is None else _unwrapped(getattr(model, inner))
 
 
 def methods_of(model: nn.Module) -> list[str]:

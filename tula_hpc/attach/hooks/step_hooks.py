@@ -37,6 +37,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tula_hpc.attach.hooks.find_model import (
     modules_with,
+    name_of,
     objects_of,
     parameters_of,
     parts_with,
@@ -150,7 +151,7 @@ class Hooks:
         # a script that begins again with a smaller batch wraps the same model once more
         again = model.module is self.inner_model
         larger = self.model is None or again or size_of(model) > size_of(self.model)
-        if larger and self.counted in (None, type(model.module).__name__):
+        if larger and self.counted in (None, type(model.module).__name__, name_of(model)):
             self._watch(model)
         self.listener.model_wrapped(model)
 
@@ -241,9 +242,8 @@ class Hooks:
     @property
     def _is_of_another(self) -> bool:
         """Tell whether a pass takes another batch than the last one given out, of equal size."""
-        if self._last.is_gone and self._last.data not in self._firsts_alone:
-            return True
-        return self._is_evaluated or (self._keeps_batches and self._since_new >= KEPT_STEPS)
+        gone = self._last.is_gone and self._last.data not in self._firsts_alone
+        return gone or self._is_evaluated or (self._keeps_batches and self._since_new >= KEPT_STEPS)
 
     def _samples_in(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
         """Return the samples of a forward pass by its arguments; 0 where these do not show them."""
@@ -461,7 +461,7 @@ class Hooks:
         models = [
             each
             for each in (wrapped, *objects_of(DistributedDataParallel))
-            if self.counted in (None, type(each.module).__name__)
+            if self.counted in (None, type(each.module).__name__, name_of(each))
             and not trained.isdisjoint(each.parameters())
         ]
         if models and wrapped not in models:
