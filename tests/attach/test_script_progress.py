@@ -314,6 +314,17 @@ def test_epochs_of_a_script_that_takes_a_number_of_steps_are_those_of_the_plan(t
     assert [row.step for row in watched.metrics().epochs] == [3, 5, 8, 10]
 
 
+def test_a_rate_that_an_optimizer_sets_itself_is_logged_as_none(tmp_path: Path, clock: Clock) -> None:
+    """Adafactor has None for it."""
+    watched = WatchedTraining(tmp_path, clock, samples=24)
+    optimizer = torch.optim.SGD([torch.zeros(1)], 0.1)
+    optimizer.param_groups[0]["lr"] = None
+    watched.training.hooks.optimizer = optimizer
+    for _ in range(3):
+        watched.step()
+    assert [row.lr for row in watched.metrics().steps] == [0.0]
+
+
 def test_a_script_that_halves_its_batch_goes_on_with_its_epochs(tmp_path: Path, clock: Clock) -> None:
     """A script may do so to train on larger images later."""
     watched = WatchedTraining(tmp_path, clock, samples=32)

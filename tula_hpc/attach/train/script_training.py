@@ -425,7 +425,8 @@ class ScriptTraining(Mode):
         window, self.window = self.window, StepWindow()
         if window.steps:
             optimizer = self.hooks.optimizer
-            lr = float(optimizer.param_groups[0]["lr"]) if optimizer is not None else 0.0
+            # Adafactor has None where it chooses the rate itself
+            lr = 0.0 if optimizer is None else float(optimizer.param_groups[0].get("lr") or 0.0)
             self.metrics.write_steps(self.progress, window, self._readings, lr=lr)
 
     def flush(self) -> None:
