@@ -104,6 +104,7 @@ class LoaderPass:
     """One pass over the batches of a torch loader; of any other iterator nothing is known.
 
     Attributes:
+        data: Id of the data set; see `data_of`.
         size: Items in a full batch; 0 if batches have no fixed size.
         drawn: Samples that the sampler draws in an epoch; 0 if unknown or endless.
         given_out: Samples that the pass gives out, a shorter last batch included. None if such a
@@ -111,6 +112,7 @@ class LoaderPass:
     """
 
     def __init__(self, iterator: object) -> None:
+        self.data = data_of(iterator)
         batches: Any = getattr(iterator, "_index_sampler", None)
         size = getattr(batches, "batch_size", None)
         self.size = size if isinstance(size, int) else 0
@@ -130,11 +132,22 @@ class LoaderPass:
         if self._is_collated and self.size != 1 and not _drops_last(batches):
             self.given_out = self.drawn or sys.maxsize
 
-    def epoch(self, samples: int, batch: int, workers: int) -> tuple[int, int]:
+    @property
+    def gives_items(self) -> bool:
+        """Tell whether the loader gives out items one by one, each of which may be a batch."""
+        return self.size == 1 or not (self.size or self._is_collated)
+
+    def epoch(
+        self, samples: int, batch: int, workers: int, before: LoaderPass | None = None
+    ) -> tuple[int, int]:
         """Return the samples of an epoch over all workers, and the fewest that make its last step.
 
         `samples` are the sweep file's; full batches alone make a step of at least `batch` samples.
+        `before` is the pass that gave the batches so far of the present epoch, if there were any.
         """
+        if before is not None and before.data != self.data:
+            # loaders that take turns have a part of the epoch each
+            return samples, batch if self.given_out is None else 1
         if self.given_out is None:
             # a sampler of the script's own may fill its last batches up, by less than a step
             whole = self._whole * workers

@@ -191,8 +191,12 @@ def test_steps_are_measured_once_they_take_no_more_passes(accumulation: int | No
     assert outcome.message.steps < 90
 
 
-def test_the_samples_of_a_data_set_of_whole_batches_are_unknown(tmp_path: Path) -> None:
-    outcome = misbehave("gives batches", tmp_path)
+@pytest.mark.parametrize("how", ["gives batches", "gives batches as they are", "takes turns"])
+def test_the_samples_of_an_epoch_are_unknown_where_the_data_set_does_not_have_as_many_items(
+    how: str, tmp_path: Path
+) -> None:
+    """Its items may be whole batches, or an epoch may have those of several."""
+    outcome = misbehave(how, tmp_path)
     assert measurement_of(outcome).local_batch == BATCH
     assert outcome.message.result["samples"] == 0
 

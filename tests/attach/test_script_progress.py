@@ -314,6 +314,19 @@ def test_epochs_of_a_script_that_takes_a_number_of_steps_are_those_of_the_plan(t
     assert [row.step for row in watched.metrics().epochs] == [3, 5, 8, 10]
 
 
+def test_an_epoch_of_loaders_that_take_turns_has_the_samples_of_all(tmp_path: Path, clock: Clock) -> None:
+    """As in a training on several tasks, each with a data set of its own."""
+    watched = WatchedTraining(tmp_path, clock, samples=16 + 32)
+    sets = [TensorDataset(torch.zeros(samples)) for samples in (16, 32)]
+    for _ in range(2):
+        few, many = (iter(DataLoader(each, batch_size=8)) for each in sets)
+        for batches in (few, many, many, few, many, many):
+            watched.training.hooks.next_batch(batches, torch.zeros(8))
+            watched.step()
+    watched.training.ended(0)
+    assert [(row.step, row.samples_seen) for row in watched.metrics().epochs] == [(6, 48), (12, 96)]
+
+
 def test_a_rate_that_an_optimizer_sets_itself_is_logged_as_none(tmp_path: Path, clock: Clock) -> None:
     """Adafactor has None for it."""
     watched = WatchedTraining(tmp_path, clock, samples=24)

@@ -76,6 +76,9 @@ class MeasuredSteps(Mode):
         self.awaited = 0
         # iterator that gave out the last batch of training
         self.loader: Any = None
+        # iterators that gave out others, and whether an earlier one of them has gone on
+        self._loaders: weakref.WeakSet[object] = weakref.WeakSet()
+        self.takes_turns = False
         # an iterator went on from one epoch of `tula.epochs` to the next, where a resumed script
         # would begin it anew
         self.has_one_iterator = False
@@ -153,6 +156,9 @@ class MeasuredSteps(Mode):
         """Note a training pass; the first of a step ends the pause before it."""
         if self._forwards == 0:
             if (loader := self.hooks.loader) is not None:
+                if loader is not self.loader:
+                    self.takes_turns |= loader in self._loaders
+                    self._loaders.add(loader)
                 self.loader = loader
                 self.has_one_iterator |= loader in self._went_on
             if self.steps:
@@ -426,7 +432,7 @@ class MeasuredSteps(Mode):
         samples = length_of(getattr(self.loader, "_dataset", None)) or 0
         steps = steps_asked(self.spec.program.arguments, self.options)
         is_of_all = samples in {self.configuration.global_batch * each for each in steps}
-        return 0 if self.gives_batches or is_of_all else samples
+        return 0 if self.gives_batches or self.takes_turns or is_of_all else samples
 
     @property
     def loader_batches(self) -> int:
@@ -445,7 +451,7 @@ class MeasuredSteps(Mode):
     def gives_batches(self) -> bool:
         """Tell whether each item of the loader is a whole batch, made by the data set."""
         usual = self.forward_samples.most_common(1)
-        return LoaderPass(self.loader).size == 1 and bool(usual) and usual[0][0] > 1
+        return LoaderPass(self.loader).gives_items and bool(usual) and usual[0][0] > 1
 
 
 def _synchronize_again(model: DistributedDataParallel) -> None:

@@ -367,7 +367,7 @@ class ScriptProfile(MeasuredSteps):
             return self.loaded_samples
         # the last batch is counted as full
         mine = self.loader_batches * LoaderPass(self.loader).size
-        (found,) = self.total(0 if self.gives_batches else mine)
+        (found,) = self.total(0 if self.gives_batches or self.takes_turns else mine)
         return int(found) if found < ENDLESS * self.settings.samples else 0
 
     def _between_epochs_s(self) -> float | None:

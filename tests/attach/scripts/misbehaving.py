@@ -141,14 +141,26 @@ def trains(model: nn.Module) -> None:
         optimizer.step()
 
 
-def gives_batches() -> None:
+def gives_batches(size: int | None = 1) -> None:
     """Train with a data set whose items are whole batches."""
     model, optimizer = build()
     data: Any = [torch.randn(BATCH, 8)] * 1000
     while True:
-        for batch in DataLoader(data, 1, collate_fn=lambda items: items[0]):
+        for batch in DataLoader(data, size, collate_fn=lambda items: items[0] if size else items):
             optimizer.zero_grad()
             model(batch).square().mean().backward()
+            optimizer.step()
+
+
+def takes_turns() -> None:
+    """Train on several tasks, each with a data set of its own."""
+    model, optimizer = build()
+    sets = [TensorDataset(torch.randn(samples * BATCH, 8)) for samples in (1, 2)]
+    while True:
+        one, two = (iter(DataLoader(each, BATCH)) for each in sets)
+        for batches in (two, one, two):
+            optimizer.zero_grad()
+            model(next(batches)[0]).square().mean().backward()
             optimizer.step()
 
 
@@ -543,6 +555,8 @@ WAYS: dict[str, Callable[[], object]] = {
     "keeps its batch": keeps_its_batch,
     "steps twice": steps_twice,
     "gives batches": gives_batches,
+    "gives batches as they are": lambda: gives_batches(None),
+    "takes turns": takes_turns,
     "has a loss of two passes": has_a_loss_of_two_passes,
     "acts": acts,
     "looks twice": looks_twice,

@@ -310,13 +310,14 @@ class ScriptTraining(Mode):
         self.progress.started_at = self.progress.started_at or now
 
     def _count_progress(self) -> None:
+        progress = self.progress
         loader_pass = self.hooks.loader_pass()
         if loader_pass is not None and loader_pass is not self._epoch_by:
+            sizes = self.settings.samples, self._least, self._workers
+            self._epoch = loader_pass.epoch(*sizes, self._epoch_by if progress.offset > 0 else None)
             self._epoch_by = loader_pass
-            self._epoch = loader_pass.epoch(self.settings.samples, self._least, self._workers)
             if loader_pass.given_out is None and not (self.is_kept or self.settings.counts_steps):
-                self.progress.begin_pass(self._carried, self.settings.samples, self._whole)
-        progress = self.progress
+                progress.begin_pass(self._carried, self.settings.samples, self._whole)
         samples = self._samples * self._workers or self._whole
         backward = self.hooks.backward.count
         if backward < self._backward_due:
