@@ -226,6 +226,35 @@ def test_lightnings_search_for_a_batch_is_refused_by_its_name(tmp_path: Path, ho
     assert outcome.message.detail.startswith(words)
 
 
+WITHOUT_THE_LINE = """
+import sys, lightning, torch
+from torch.utils.data import DataLoader, TensorDataset
+
+class Net(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, index):
+        return self.layer(batch[0]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+trainer = lightning.Trainer(max_epochs=2, devices=2, strategy="ddp", **quiet)
+trainer.fit(Net(), DataLoader(TensorDataset(torch.randn(256, 4)), int(sys.argv[2])))
+"""
+
+
+def test_several_workers_of_lightning_stop_after_the_same_step_without_the_line(tmp_path: Path) -> None:
+    """Its own handler exchanges a tensor at once, for which the other worker may wait in vain."""
+    script = tmp_path / "train.py"
+    script.write_text(WITHOUT_THE_LINE)
+    scenario = Scenario(tmp_path / "run", 2, (), script=script)
+    assert scenario.start(3, only=0) == [STOPPED] * 2
+
+
 def test_with_another_batch_a_framework_begins_anew_and_says_so(tmp_path: Path) -> None:
     scenario = Scenario(tmp_path / "run", 1, ("--samples", "64"), script=TRAINER)
     assert scenario.start(3) == [STOPPED]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -14,8 +15,20 @@ from torch.optim import Optimizer
 
 from tula_hpc.attach.hooks.find_model import name_of, trained_in
 from tula_hpc.batches import tensors_of
+from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.errors import InputError
 from tula_hpc.workloads.optimizers import consolidate
+
+
+def stop_as_others(stop: StopRequest, workers: int) -> None:
+    """Note TERM in `stop` alone again where the framework of several workers has wrapped it.
+
+    Lightning's handler sends a tensor to all workers, wherever each of them is at that moment.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    wrapped = getattr(handler, "signal_handlers", [])
+    if workers > 1 and any(getattr(each, "__self__", None) is stop for each in wrapped):
+        stop.install()
 
 
 class ScriptPeers:

@@ -27,7 +27,7 @@ from tula_hpc.attach.hooks.passes import Apart
 from tula_hpc.attach.hooks.step_times import StepTimes
 from tula_hpc.attach.own_folder import Saved
 from tula_hpc.attach.reporting import ChildSpec, Mode, ProcessMessage, leave
-from tula_hpc.attach.train.peers import ScriptPeers, device_of, synchronize
+from tula_hpc.attach.train.peers import ScriptPeers, device_of, stop_as_others, synchronize
 from tula_hpc.attach.train.resume_point import ScriptProgress, TrainedSoFar
 from tula_hpc.attach.train.scores import SCORES, known_scores
 from tula_hpc.attach.train.script_drift import DriftSettings, ScriptDrift
@@ -301,6 +301,7 @@ class ScriptTraining(Mode):
     def _note_first_step(self) -> None:
         model = self.hooks.inner_model
         self._times.device = device_of(model)
+        stop_as_others(self.stop, self.spec.world_size)
         # not at later steps, as a script may unfreeze layers for another optimizer
         if model is not None and (before := self.settings.parameters) is not None:
             refuse_another(model, before)
