@@ -26,7 +26,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from tests.benchmarks import hooks_cost
 from tests.forked import start_workers
-from tula_hpc.attach.hooks.find_model import model_of, name_of, parameters_of, trained_in
+from tula_hpc.attach.hooks.find_model import as_wrapped, model_of, name_of, parameters_of, trained_in
 from tula_hpc.attach.hooks.passes import FEW_STEPS, Listener
 from tula_hpc.attach.hooks.step_hooks import MOST_AWAITED, Hooks
 from tula_hpc.batches import LoaderPass, samples_in
@@ -1175,6 +1175,23 @@ def count_around(rank: int, folder: Path) -> None:
 def test_a_model_counts_by_the_name_that_the_script_has_for_it(tmp_path: Path) -> None:
     start_workers(1, count_around, tmp_path)
     assert json.loads((tmp_path / "results.json").read_text()) == [True, "Wrapping", ["Linear"]]
+
+
+class LightningModule(nn.Module):
+    """A stand-in for Lightning's class, which is known by its name."""
+
+    def __init__(self, trainer: object) -> None:
+        super().__init__()
+        self.generator, self.critic = nn.Linear(4, 2), nn.Linear(2, 1)
+        self._trainer = trainer
+
+
+def test_what_lightning_wraps_holds_all_models_of_its_module() -> None:
+    """A single worker's steps are those of one model, while several workers wrap both."""
+    whole = LightningModule(object())
+    assert as_wrapped(whole.generator) is whole
+    alone = LightningModule(None)
+    assert as_wrapped(alone.generator) is alone.generator
 
 
 def test_a_teacher_within_a_model_is_not_trained() -> None:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from tula_hpc.attach import kept_things
 from tula_hpc.attach.hooks.find_model import (
+    as_wrapped,
     is_sharded,
     model_of,
     modules_with,
@@ -339,7 +340,8 @@ class MeasuredSteps(Mode):
     @property
     def found(self) -> tuple[nn.Module, Optimizer]:
         """The model and the optimizer whose steps count; they are known since the first step."""
-        return cast("tuple[nn.Module, Optimizer]", (self.hooks.model, self.hooks.optimizer))
+        model = as_wrapped(cast("nn.Module", self.hooks.model))
+        return model, cast("Optimizer", self.hooks.optimizer)
 
     def _model_name(self) -> str:
         return name_of(self.found[0])

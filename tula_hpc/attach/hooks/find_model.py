@@ -99,6 +99,25 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return model if inner is None else _unwrapped(getattr(model, inner))
 
 
+def as_wrapped(model: nn.Module) -> nn.Module:
+    """Return the module that several workers would wrap: Lightning wraps all of its module.
+
+    That may hold other models with optimizers of their own, as a GAN does.
+    """
+    if isinstance(model, DistributedDataParallel):
+        return model
+    owned = set(model.parameters())
+    trained = filter(_is_in_lightning, objects_of(nn.Module))
+    around = (each for each in trained if owned <= set(each.parameters()))
+    return max(around, key=size_of, default=model)
+
+
+def _is_in_lightning(module: nn.Module) -> bool:
+    """Tell whether Lightning's Trainer trains a module."""
+    kinds = {kind.__name__ for kind in type(module).__mro__}
+    return "LightningModule" in kinds and getattr(module, "_trainer", None) is not None
+
+
 def methods_of(model: nn.Module) -> list[str]:
     """Return the public methods that a class of the script's own adds to those of `nn.Module`."""
     kind = type(model)

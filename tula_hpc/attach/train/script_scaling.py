@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from tula_hpc.attach.hooks.find_model import name_of, parameters_of, size_of, trained_in
+from tula_hpc.attach.hooks.find_model import as_wrapped, name_of, parameters_of, size_of, trained_in
 from tula_hpc.config import SweepSpec, TrainingSpec
 from tula_hpc.ddp.methods import ReferenceBatch, scaling_options
 from tula_hpc.errors import DivergedError, InputError
@@ -289,7 +289,7 @@ def require_dense(method: str, optimizer: Optimizer) -> None:
 def refuse_another(model: nn.Module, before: int) -> None:
     """Refuse to train another model than was measured, which had `before` parameters."""
     # as in a profile, frozen parameters count only if the profile went on until they were trained
-    now = sum(p.numel() for p in trained_in(model))
+    now = sum(p.numel() for p in trained_in(as_wrapped(model)))
     if before not in (now, size_of(model)):
         raise InputError(
             f"the model has {now:,} parameters now, {before:,} when it was measured; undo the "
