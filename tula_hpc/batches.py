@@ -116,6 +116,8 @@ class LoaderPass:
         batches: Any = getattr(iterator, "_index_sampler", None)
         size = getattr(batches, "batch_size", None)
         self.size = size if isinstance(size, int) else 0
+        # some scripts cut all batches of an epoch beforehand, as fairseq does by their tokens
+        self._cut: list[Any] = batches if isinstance(batches, list) else []
         if getattr(batches, "split_batches", False):
             # accelerate splits each batch of this sampler between the workers
             self.size //= batches.num_processes
@@ -160,6 +162,8 @@ class LoaderPass:
         Its tensors need not show them: graphs are joined into one.
         """
         size = self.size
+        if self._is_collated and 0 < count <= len(self._cut):
+            return len(self._cut[count - 1])
         if not self._is_collated or not size:
             return 0
         if size == 1:

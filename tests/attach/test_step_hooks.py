@@ -178,6 +178,17 @@ def test_the_rest_of_an_epoch_ends_as_all_of_it_where_accelerate_skips_its_first
     assert LoaderPass(rest).epoch(20, 8, 2) == (20, least)
 
 
+def test_batches_that_were_cut_beforehand_show_their_items() -> None:
+    """As fairseq cuts them by their tokens, which may be a batch's first dimension."""
+    batches = [[0, 1, 2], [3, 4]]
+    loader = iter(DataLoader(TensorDataset(torch.zeros(5, 7)), batch_sampler=batches, collate_fn=steps_first))
+    assert [LoaderPass(loader).items_in(batch, count) for count, batch in enumerate(loader, 1)] == [3, 2]
+
+
+def steps_first(items: list[tuple[Tensor]]) -> Tensor:
+    return torch.stack([item for (item,) in items], 1)
+
+
 IMAGE = {"image": torch.zeros(3, 2, 2)}
 
 
@@ -655,6 +666,30 @@ def with_batches_ahead() -> None:
         optimizer.step()
 
 
+def with_sequences_in_other_dimensions() -> None:
+    """Join a batch's sequences in one row, or put their steps first, in the collation or in the loop.
+
+    Both are a whole batch, even where one row, or the number of steps, divides the batch. The next batch is fetched
+    ahead, as frameworks do; at last, the first batches of an epoch are dropped, to go on with the rest.
+    """
+    model, optimizer = known()
+    data: Any = [torch.randn(2, 4) for _ in range(7)]
+    in_one_row = DataLoader(data, 4, collate_fn=lambda items: {"inputs": torch.cat(items)[None]})
+    steps_first = DataLoader(data, 4, collate_fn=lambda items: {"inputs": torch.stack(items, 1)})
+    turned = DataLoader(data, 4, collate_fn=lambda items: {"inputs": torch.stack(items)})
+    for loader in (in_one_row, steps_first, turned):
+        batches = iter(loader)
+        ahead = next(batches)
+        while ahead is not None:
+            batch, ahead = ahead, next(batches, None)
+            inputs = batch["inputs"].transpose(0, 1) if loader is turned else batch["inputs"]
+            torch.autograd.backward(model(inputs).sum())
+            optimizer.step()
+    *_, last = DataLoader(data + data + data[:1], 4, collate_fn=lambda items: torch.cat(items)[None])
+    torch.autograd.backward(model(last).sum())
+    optimizer.step()
+
+
 class Checkpointed(nn.Linear):
     """A model that computes its activations again in the backward pass, which contains another one."""
 
@@ -977,6 +1012,12 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
         with_batches_ahead,
         "ready step, begin batch batch forward 2 forward 2 ready step, batch batch forward 2 forward 2 ready step, "
         "begin batch batch forward 3 ready step, batch forward 3 ready step, forward 1 ready step",
+    ),
+    "with sequences in other dimensions": (
+        with_sequences_in_other_dimensions,
+        "ready step,"
+        + 3 * " begin batch batch forward 4 ready step, forward 3 ready step,"
+        + " begin batch batch batch batch forward 3 ready step",
     ),
     "with a batch ahead of the first step": (
         lambda: with_a_batch_ahead_of_the_first_step(by_closure=False),

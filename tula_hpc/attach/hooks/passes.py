@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -103,6 +104,9 @@ class Source:
     data: int = 0
     # items in the last batch; 0: unknown
     items: int = 0
+    # items in the first batch of the pass, and the first two sizes of the first tensor there
+    first_items: int = 0
+    first_sizes: Sequence[int] = ()
     # what the iterator says of its present pass over the data; None: not asked yet
     loader_pass: LoaderPass | None = None
 
@@ -111,6 +115,30 @@ class Source:
         if self.loader_pass is None:
             self.loader_pass = LoaderPass(loader)
         return self.loader_pass
+
+    def note_first(self, batch: object) -> None:
+        """Note the first batch of a pass, whose items are known."""
+        self.first_items = self.items
+        self.first_sizes = next((tensor.shape[:2] for tensor in tensors_of(batch)), ())
+
+    def is_whole(self, inputs: object, samples: int, items: int) -> bool:
+        """Tell whether inputs are a batch of `items`, though their first dimension is `samples`.
+
+        Sequences may be joined in one row, or have time as their first dimension, in the loader's
+        batches or as the script turns them. Within vmap, inputs are one sample. `samples` is 0 for
+        a class of the script's own.
+        """
+        is_one = isinstance(inputs, Tensor) and is_functorch_wrapped_tensor(inputs)
+        if not samples or (items and is_one):
+            return True
+        if not self.first_sizes:
+            return False
+        first, *others = self.first_sizes
+        if samples == first == 1:
+            return True
+        is_turned = first != self.first_items or others == [samples]
+        second = next((t.shape[1] for t in tensors_of(inputs) if t.dim() > 1), 0)
+        return is_turned and 0 < items == second
 
     @property
     def is_gone(self) -> bool:

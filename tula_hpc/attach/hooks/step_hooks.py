@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import (
@@ -261,12 +260,13 @@ class Hooks:
         if len(both) > 1:
             # batches of several loaders joined, as of labelled and many more unlabelled items
             return min(both)
-        # a class of its own; a first dimension of views, nodes, sequences; one sample, as in vmap
-        is_one = given > 0 and isinstance(first, Tensor) and is_functorch_wrapped_tensor(first)
-        is_hidden = not samples or is_one or 0 < sum(unused) < samples
+        # frameworks load a few batches ahead; to resume an epoch, a script may have dropped many
+        whole = unused[0] if 0 < len(unused) <= FEW_AHEAD else given
+        # a class of its own; a first dimension of views, nodes, steps in time
+        is_hidden = 0 < sum(unused) < samples or self._last.is_whole(first, samples, whole)
         # a script may also mix several batches and cut them anew, into those that were asked for
         if is_hidden or not (given % samples in (0, given) or samples in self.listener.asked()):
-            return given
+            return whole
         return samples if given else self._samples_along(first, samples)
 
     def _samples_along(self, first: Any, samples: int) -> int:
@@ -308,16 +308,16 @@ class Hooks:
             source = self._last = self._sources.of(loader)
         count = getattr(loader, "_num_yielded", 0)
         known = source.loader_pass or source.pass_of(loader)
-        items = known.items_in(batch, count) or samples_in(batch)
+        items = source.items = known.items_in(batch, count) or samples_in(batch)
         self._is_evaluated = False
-        source.items = items
         self._given.pop(source.key, None)
         self._given[source.key] = source
         self._unused.append((source.data, items))
-        if count == 1 and length_of(loader) != 1:
-            self._firsts_alone.add(source.data)
-        else:
-            self._firsts_alone.discard(source.data)
+        self._firsts_alone.discard(source.data)
+        if count == 1:
+            source.note_first(batch)
+            if length_of(loader) != 1:
+                self._firsts_alone.add(source.data)
 
     def _use_next(self) -> None:
         """Count the next batch of the last loader's data set as used, as by an evaluation."""
