@@ -374,6 +374,30 @@ def test_an_option_that_only_the_source_shows_is_named_to_carry_the_batch(
     assert asked in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("given", "suggested"),
+    [
+        (["--config", "conf/base.yaml"], ["--config", "conf/base-{local_batch}.yaml"]),
+        (["--config=base.yml", "--debug"], ["--config=base-{local_batch}.yml", "--debug"]),
+        (["--debug"], ["--debug", "--batch-size", "{local_batch}"]),
+    ],
+)
+def test_a_file_of_settings_may_set_the_batch_of_a_script_without_an_option_for_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    given: list[str],
+    suggested: list[str],
+) -> None:
+    seen = seen_of(options={"names": {"--config": "--config", "--debug": "--debug"}, "values": {}})
+    monkeypatch.setattr("tula_hpc.attach.__main__._look", lambda *_: seen)
+    (tmp_path / "train.py").touch()
+    assert main([str(tmp_path / "train.py"), *given]) == 0
+    printed = capsys.readouterr().out
+    assert f"\n# arguments = {json.dumps(suggested)} # no argument is 7, the batch that the model got" in printed
+    assert (" for each batch that is tried, if it is set there: unknown\n" in printed) == (given != ["--debug"])
+
+
 def test_where_the_script_has_no_option_for_its_batch_the_file_gets_the_runs_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -560,6 +584,14 @@ def test_positional_arguments_are_known_by_the_names_that_a_scripts_parser_has_f
     parser.parse_args(["100", "1"])
     expected = ["{epochs}", "1", "--batch-size", "{local_batch}"]
     assert with_placeholders(["100", "1"], 32, 1, found) == expected
+
+
+def test_an_option_has_its_name_with_batch_even_if_another_is_longer() -> None:
+    """Fairseq has two names for it."""
+    options = ParsedOptions({}, {})
+    options.add(["--batch-size", "--max-sentences"], 16)
+    assert with_placeholders(["--max-sentences", "16", "--width", "16"], 16, 1, options)[1] == "{local_batch}"
+    assert with_placeholders(["--width", "32"], 16, 1, options) == ["--width", "32", "--batch-size", "{local_batch}"]
 
 
 def test_options_for_the_batch_of_all_workers_are_known_by_their_names() -> None:

@@ -21,7 +21,7 @@ observations are printed.
     samples              samples in an epoch; 0: unknown
     loader_workers       loader processes
     options              of the script's parser (argparse, click, typer, OmegaConf): `names` has the
-                         longest name by any name, `values` whole numbers by longest name
+                         one with "batch", or the longest, by any name, `values` whole numbers by it
     device               "cpu" or "cuda"
     measurement          as a line of a run's measurements: times, memory, identity, noise_scale
     workload             the table [workload] of a sweep file, as far as it is known
@@ -381,9 +381,18 @@ class _Draft:
                 "its source or environment; give it an option for that"
             )
         carrying = self._with_batch(arguments)
+        file = next((each for each in arguments if Path(each).suffix in SETTINGS), "")
+        of_batch = str(Path(file).with_stem(f"{Path(file).stem}-{{local_batch}}")) if file else ""
+        by_file = [of_batch if each == file else each for each in arguments]
+        if got and file and not carrying:
+            carrying = by_file
+            words = (
+                f"no argument is {got}, the batch that the model got: write one "
+                f"{Path(file.rpartition('=')[2]).name} for each batch that is tried, if it is set "
+                "there"
+            )
         if got and self.settings:
-            place = Path(self.settings)
-            carrying = [str(place.with_stem(f"{place.stem}-{{local_batch}}"))]
+            carrying = by_file
             words = (
                 f"the script was given only {self.settings} and parsed no options: write one such "
                 "file for each batch that is tried"
@@ -396,10 +405,13 @@ class _Draft:
             words = (
                 f"a file is named after {got}, the batch: write one for each batch that is tried"
             )
-        return carrying, words
+        return carrying or [*arguments, "--batch-size", "{local_batch}"], words
 
     def _with_batch(self, arguments: list[str]) -> list[str]:
-        """Return the arguments with {local_batch} in an option of the run, else of the script."""
+        """Return the arguments with {local_batch} in an option of the run, else of the script.
+
+        Return [] if none is known.
+        """
         for place, argument in enumerate(arguments):
             name, equals, _ = argument.partition("=")
             if "batch" in name and (equals or name.startswith("-")):
@@ -414,7 +426,7 @@ class _Draft:
             return [*arguments, *in_source]
         if _gives_keys(arguments):
             return [*arguments, "batch_size={local_batch}"]
-        return [*arguments, "--batch-size", "{local_batch}"]
+        return []
 
     def _in_source(self) -> list[str]:
         """Return the words for {local_batch} by an option in the source; [] without one."""

@@ -295,14 +295,14 @@ def variables_of(
 class ParsedOptions(NamedTuple):
     """Options of the parsers by which a script reads its arguments."""
 
-    # longest name of each option by any name; ends with "=" where the value is in the same word
+    # name of each option, with "batch" or the longest, by any name; "=" ends it before a value
     names: dict[str, str]
-    # values that are whole numbers above 0, by the option's longest name
+    # values that are whole numbers above 0, by these names
     values: dict[str, int]
 
     def add(self, names: Sequence[str], value: object) -> None:
         """Note an option by its names, as they are typed, and its value."""
-        name = max(names, key=len)
+        name = max(names, key=lambda each: ("batch" in each, len(each)))
         self.names.update(dict.fromkeys(names, name))
         if isinstance(value, int | float) and value > 0 and float(value).is_integer():
             self.values[name] = int(value)
