@@ -95,6 +95,12 @@ from lightning.pytorch.cli import LightningCLI
 from package import Data, Model
 cli = LightningCLI(Model, Data)
 """
+LIGHTNING_CLI_THAT_PARSES = """
+from lightning.pytorch.cli import LightningCLI
+from package import Data, Model
+cli = LightningCLI(Model, Data, run=False)
+cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+"""
 ABSL = """
 from absl import app, flags
 flags.DEFINE_integer("batch_size", 128, "samples of a step")
@@ -245,6 +251,12 @@ NOTHING = "batch_size = 64\nmodel = build()\n"
             "--trainer.num_nodes {nodes}",
             {"seed": 0},
         ),
+        (
+            LIGHTNING_CLI_THAT_PARSES,
+            "--data.batch_size {local_batch} --trainer.max_epochs {epochs} --seed_everything {seed} "
+            "--trainer.num_nodes {nodes}",
+            {"seed": 0},
+        ),
         (ABSL, "--batch_size {local_batch} --max_epochs {epochs}", {"epochs": 7}),
         (HYDRA, "train.batch_size={local_batch} train.epochs={epochs}", {}),
         (OMEGACONF, "train.batch_size={local_batch} train.epochs={epochs}", {}),
@@ -270,6 +282,7 @@ NOTHING = "batch_size = 64\nmodel = build()\n"
             "typer",
             "hugging-face",
             "lightning's command line",
+            "lightning's command line without subcommands",
             "absl",
         ),
         *(
@@ -526,6 +539,22 @@ def test_an_option_that_resumes_without_a_value_is_given_none(commands: Path, tm
     put_site(commands, [MadePartition("cpu")])
     assert main([str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "train.py")]) == 0
     assert '\nresume_arguments = ["--resume"] ' in (tmp_path / "train.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        '@click.command()\n@click.option("--resume/--no-resume", default=False)\ndef main(resume): ...\n',
+        "import typer\napp = typer.Typer()\n@app.command()\n"
+        'def main(resume: bool = typer.Option(False, "--resume/--fresh")): ...\n',
+    ],
+    ids=["click", "typer"],
+)
+def test_an_option_with_an_opposite_takes_no_value(tmp_path: Path, declared: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f'{declared}torch.save(state, "last.pt")\n')
+    found = read_options(script)
+    assert next(resume_lines(found)).value == ["--resume"]
 
 
 def test_an_option_to_continue_from_a_file_resumes(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from tula_hpc.init.syntax import (
     computed_in,
     constants_of,
     divided_by,
+    given_in,
     holder_of,
     imported_by,
     keys_of,
@@ -190,7 +191,10 @@ def read_options(path: Path, *, takes_keys: bool = False) -> ScriptOptions:
     names |= {name.rpartition(".")[2] for name in imported_by(tree)}
     if names & {"TrainingArguments", "Seq2SeqTrainingArguments"} and "HfArgumentParser" in names:
         options += _HUGGING_FACE
-    if "LightningCLI" in names:
+    if "LightningCLI" in names and False in given_in(tree, "run"):
+        # it only parses: there are no subcommands, and fit is called without a checkpoint
+        options += _LIGHTNING_CLI[:-1]
+    elif "LightningCLI" in names:
         options += (each._replace(command="fit") for each in _LIGHTNING_CLI)
     command = _training_command(options)
     options = [option for option in options if option.command in ("", command)]
@@ -361,10 +365,11 @@ def _of_call(texts: list[str], given: dict[str, ast.expr], constants: dict[str, 
     )
     is_switch |= last_name(given.get("action")) == "BooleanOptionalAction"
     is_switch |= value_of(given.get("is_flag"), constants) is True
-    # value of an option of argparse that is given without a value
-    is_switch |= "const" in given
+    # an option of argparse that may be given without a value, or click's `--on/--off`
+    is_switch |= "const" in given or "/" in "".join(texts)
     dest = value_of(given.get("dest"), constants)
-    names = [_written(text) for text in [*texts, *filter(None, [dest])] if isinstance(text, str)]
+    typed = [*(text.partition("/")[0] for text in texts), *filter(None, [dest])]
+    names = [_written(text) for text in typed if isinstance(text, str)]
     # a positional argument is required, unless a default, nargs or required=False says otherwise
     optional = "default" in given or value_of(given.get("nargs"), constants) in ("?", "*", 0, -1)
     required = value_of(given.get("required"), constants)
@@ -443,7 +448,7 @@ def _of_name(name: str, value: ast.expr | None, constants: dict[str, Any]) -> Op
     if isinstance(value, ast.Call):
         texts = [value_of(argument, constants) for argument in value.args]
         flags = [text for text in texts if isinstance(text, str) and text.startswith("--")]
-        flag = flags[0] if flags else flag
+        flag = flags[0].partition("/")[0] if flags else flag
         keywords = {keyword.arg: keyword.value for keyword in value.keywords}
         value = keywords.get("default", value.args[0] if value.args else None)
         is_required = isinstance(value, ast.Constant) and value.value is ...

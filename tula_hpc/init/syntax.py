@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import math
 import re
 from collections.abc import Collection
@@ -127,6 +128,13 @@ def last_name(node: ast.AST | None) -> str:
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
+
+
+def given_in(tree: ast.Module, keyword: str) -> list[Any]:
+    """Return the literal values that calls in a program give to a keyword."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    given = itertools.chain(*(call.keywords for call in calls))
+    return [value_of(each.value, {}) for each in given if each.arg == keyword]
 
 
 def holder_of(function: ast.expr) -> str:
