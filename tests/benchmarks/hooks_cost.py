@@ -57,7 +57,7 @@ from tula_hpc.workloads.small_cnns import compact_cnn
 
 RESULT = Path(__file__).parent / "results" / "hooks_cost.json"
 # by local batch: processes on each core, and their pairs of blocks
-CASES = {8: (8, 100), 16: (6, 60), 64: (6, 10)}
+CASES = {8: (8, 100), 16: (6, 60)}
 CORES = 2
 BLOCK = LOG_STEPS = 10
 WARM_UP = 5
@@ -182,7 +182,6 @@ def compared(times: list[np.ndarray]) -> dict[str, Any]:
         "cost_s": float(np.median(costly - baseline)),
         "ratio": quartiles.round(4).tolist(),
         "error": round(float(np.std(medians, ddof=1)) / len(medians) ** 0.5, 4),
-        "within the limit": bool(quartiles[1] <= 1.0 + LIMIT),
     }
 
 
