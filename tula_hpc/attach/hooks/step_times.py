@@ -8,6 +8,7 @@ well: a policy that plays, a checkpoint, or an evaluation of which no pass is se
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -50,6 +51,8 @@ class LongGaps:
 
     def __init__(self) -> None:
         self._mean_s = 0.0
+        # seconds that a gap has to last to be long; none is before there are enough steps
+        self.least_s = math.inf
         # steps so far, and those before the last long gap
         self._steps = 0
         self._steps_before = 0
@@ -58,8 +61,10 @@ class LongGaps:
 
     def step_ends(self, seconds: float, device: torch.device) -> None:
         """Note a step of so many seconds of the host's, the gap before it included."""
-        steps = self._steps = self._steps + 1
-        self._mean_s += (seconds - self._mean_s) / (RECENT if steps > RECENT else steps)
+        self._steps += 1
+        self._mean_s += (seconds - self._mean_s) / min(self._steps, RECENT)
+        if self._steps >= FEW_STEPS:
+            self.least_s = LONG_GAP * self._mean_s
         if device.type == "cuda":
             self._done = device_mark(device)
 
@@ -68,13 +73,10 @@ class LongGaps:
 
         `gap_s` has the host's seconds since the last step, without waits for batches.
         """
-        least_s = LONG_GAP * self._mean_s
-        if gap_s < least_s or self._steps < FEW_STEPS:
-            return 0.0
-        if self._done is not None:
+        if gap_s >= self.least_s and self._done is not None:
             gap_s = min(gap_s, _idle_s(self._done, device))
-            if gap_s < least_s:
-                return 0.0
+        if gap_s < self.least_s:
+            return 0.0
         is_rare = self._steps - self._steps_before >= RARE
         self._steps_before = self._steps
         return gap_s if is_rare else 0.0
@@ -124,7 +126,9 @@ class StepTimes:
         paused_s = 0.0
         if self.ended is not None:
             between_s = now - self.ended
-            paused_s = self.long_gaps.pause_s(between_s - (self.loading_s or 0.0), self.device)
+            idle_s = between_s - (self.loading_s or 0.0)
+            if idle_s >= self.long_gaps.least_s:
+                paused_s = self.long_gaps.pause_s(idle_s, self.device)
             if not paused_s:
                 gap_s = between_s
                 self.gaps += 1
