@@ -27,6 +27,7 @@ from tula_hpc.optim.observer import GradientObserver
 from tula_hpc.records import Configuration, Metrics, RunDirectory, TrainResult, read_metrics
 from tula_hpc.training import loop as trainer_module
 from tula_hpc.training import metrics_writer
+from tula_hpc.training.ending import write_result
 from tula_hpc.training.metrics_writer import MetricsWriter, StepWindow
 from tula_hpc.training.progress import Training
 from tula_hpc.training.training_log import TrainingLog
@@ -142,8 +143,17 @@ def test_a_training_that_takes_no_step_in_float16_ends_as_diverged(
         with pytest.raises(DivergedError, match=words):
             trainer_module.run_training(job, StopRequest())
     else:
+        logged: list[int] = []
+
+        def note_and_write(*given: Any) -> None:
+            logged.extend(row.step for row in read_metrics(run.train().metrics_file).steps)
+            write_result(*given)
+
+        monkeypatch.setattr(trainer_module, "write_result", note_and_write)
         assert trainer_module.run_training(job, StopRequest()) == "finished"
         assert TrainResult.model_validate_json(run.train().result_file.read_bytes()).diverged
+        # all lines are there before the result, with which the training is taken to be complete
+        assert logged == list(range(2, 32, 2))
 
 
 def test_a_study_says_that_no_step_is_taken_if_only_another_worker_is_stuck(

@@ -82,8 +82,9 @@ class Trainer:
                 raise
             return self._finish(NO_EVALUATION, str(error))
         finally:
-            self.checkpoints.close()
+            # first, as the wait for a checkpoint may be long
             self.log.metrics.close()
+            self.checkpoints.close()
 
     def _train_or_leave(self) -> str:
         with contextlib.suppress(EvaluationStopped):
@@ -212,6 +213,8 @@ class Trainer:
             self.checkpoints.save(wait=is_last)
 
     def _finish(self, test: Evaluation, diverged: str = "") -> str:
+        # readers take a training with a result to be complete
+        self.log.metrics.flush()
         self.saving.settle()
         study = self.training.study
         on_training_samples: Evaluation | None = None

@@ -474,8 +474,9 @@ class KeptTraining(ScriptTraining):
 
     def fail(self, error: BaseException, so_far: dict[str, Any] | None = None) -> NoReturn:
         """See `Mode`."""
-        self.keeper.close()
+        # first, as the wait for a checkpoint may be long
         self.metrics.close()
+        self.keeper.close()
         super().fail(error, so_far or self.end_message("stopped").result)
 
     def circumstances(self) -> str:
