@@ -23,6 +23,7 @@ from tula_hpc.ddp import agreement
 from tula_hpc.errors import InputError
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import Configuration, Drift, Metrics, RunDirectory, StepParts, append_record, read_metrics
+from tula_hpc.training import metrics_writer
 
 STEP_S, WAIT_S = 1.0, 0.25
 # Unix time of the job's start
@@ -96,6 +97,24 @@ class WatchedTraining:
     def metrics(self) -> Metrics:
         self.training.metrics.flush()
         return read_metrics(self.run.train().metrics_file)
+
+
+def test_lines_of_steps_before_an_evaluation_do_not_wait_for_its_end(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_writer, "time", clock)
+    monkeypatch.setattr(metrics_writer, "GATHER_S", 10.0)
+    watched = WatchedTraining(tmp_path, clock, samples=800)
+    for _ in range(6):
+        watched.step()
+
+    def evaluate() -> list[int]:
+        watched.training.evaluating()
+        return [row.step for row in read_metrics(watched.run.train().metrics_file).steps]
+
+    assert evaluate() == [3]
+    clock.now += 10.0
+    assert evaluate() == [3, 6]
 
 
 def test_epochs_end_with_their_last_whole_batch(tmp_path: Path, clock: Clock) -> None:

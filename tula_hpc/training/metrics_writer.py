@@ -110,14 +110,18 @@ class MetricsWriter:
             "noise_trace": finite_or_none(noise.recent_trace),
         }
         self._gathered.append(line)
+        self.flush_if_due()
+
+    def flush_if_due(self) -> None:
+        """Write all lines so far unless lines were written within the last second."""
         if time.monotonic() >= self._wrote_at + GATHER_S:
             self.flush()
 
     def flush(self) -> None:
         """Write all lines so far, as before a checkpoint and at a training's end."""
-        if self._gathered:
-            lines = [StepMetrics(**line) for line in self._gathered]
-            self._gathered.clear()
+        gathered, self._gathered = self._gathered, []
+        if gathered:
+            lines = [StepMetrics(**line) for line in gathered]
             append_record(cast("Path", self.file), *lines, durable=False)
             self._wrote_at = time.monotonic()
 

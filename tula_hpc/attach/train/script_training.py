@@ -216,6 +216,8 @@ class ScriptTraining(Mode):
     def evaluating(self) -> None:
         """See `Listener`."""
         self.give_sign()
+        # the next step may be far away
+        self.metrics.flush_if_due()
         self._apart.note_pass()
         self._times.pass_apart()
 
