@@ -254,7 +254,9 @@ def can_be_given(takes: ast.arguments, count: int) -> bool:
 
 def _bound_names(statements: Iterable[ast.stmt]) -> Iterator[str]:
     """Yield the names that statements of a module bind, also below `if`, `try`, `with` and `for`."""
-    for node in statements:
+    todo = list(statements)
+    # no recursion, as a chain of elif may be deeper than Python's stack
+    for node in todo:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.ImportFrom | ast.Import):
@@ -266,9 +268,8 @@ def _bound_names(statements: Iterable[ast.stmt]) -> Iterator[str]:
             within = (each for target in targets for each in ast.walk(target))
             yield from (each.id for each in within if isinstance(each, ast.Name))
         elif isinstance(node, ast.If | ast.Try | ast.With | ast.For):
-            yield from _bound_names([*node.body, *getattr(node, "orelse", ())])
-            for handler in getattr(node, "handlers", ()):
-                yield from _bound_names(handler.body)
+            todo += [*node.body, *getattr(node, "orelse", ())]
+            todo += [each for handler in getattr(node, "handlers", ()) for each in handler.body]
 
 
 def program_of(module: str) -> Path | None:

@@ -520,6 +520,7 @@ def test_a_data_folder_becomes_absolute(here: Path) -> None:
         "try:\n    from fast import net\nexcept ImportError:\n    from slow import net",
         "if True:\n    def net(): ...",
         "from other import *",
+        "if False: ...\n" + 1200 * "elif False: ...\n" + "else:\n    def net(): ...",
     ],
 )
 def test_an_entry_point_is_found_without_being_imported(here: Path, source: str) -> None:
