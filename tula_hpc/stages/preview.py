@@ -81,7 +81,7 @@ def _show(scripts: Sequence[Script]) -> Iterator[str]:
         rows.append([script.title, *(found.get(name, "-") for name in columns)])
     yield f"# {len(others)} more like this one; they differ in these options:"
     for line in aligned(rows):
-        yield f"#   {line}"
+        yield f"#   {line}".rstrip()
 
 
 def _options(text: str) -> dict[str, str]:
