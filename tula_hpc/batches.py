@@ -144,7 +144,8 @@ class LoaderPass:
     ) -> tuple[int, int]:
         """Return the samples of an epoch over all workers, and the fewest that make its last step.
 
-        `samples` are the sweep file's; full batches alone make a step of at least `batch` samples.
+        `samples` is the sweep file's number, and each of the `workers` makes such a pass. If only
+        full batches are given out, a step has at least `batch` samples.
         `before` is the pass that gave the batches so far of the present epoch, if there were any.
         """
         if before is not None and before.data != self.data:

@@ -278,9 +278,9 @@ def foreign_link(path: Path) -> Path | None:
 def refusal_of_open(root: Path, rooms: Iterable[Path]) -> str:
     """Return a message that refuses the folders open to others, above a run directory or in it.
 
-    Without any the message is empty, as for a single one inside, which has a check of its own.
-    Above it folders that only a group may write to do not count: project folders that are writable
-    for the members are usual on clusters, and somebody has chosen the members.
+    Without any the message is empty, as for a single one inside, which has a check of its own. Of
+    the folders above, those that only a group may write to do not count: project folders that are
+    writable for the members are usual on clusters, and somebody has chosen the members.
     """
     # the nearest first; links are followed, too
     folders = [*root.absolute().parents, *Path(os.path.realpath(root)).parents]

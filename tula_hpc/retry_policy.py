@@ -142,7 +142,7 @@ def study_policy(max_requeues: int) -> RetryPolicy:
 def is_held_against(failure: Failure, broken_devices: int) -> bool:
     """Tell whether a failed profile job counts as an attempt at the configuration that it measured.
 
-    `broken_devices` of this configuration's earlier jobs were ended by a broken device.
+    `broken_devices` counts the earlier jobs of that configuration that a broken device ended.
     """
     if failure is Failure.DEVICE_FAILED:
         # a broken device says nothing about the configuration
@@ -167,8 +167,8 @@ def is_broken_round(failure: Failure) -> bool:
 def is_partition_hopeless(failures: Iterable[Failure], broken_rounds: int) -> bool:
     """Tell whether to submit nothing more to a partition where nothing was measured so far.
 
-    This command's jobs there had these failures, in `broken_rounds` submissions such as
-    `is_broken_round` defines.
+    `failures` are those of this command's jobs there; `broken_rounds` counts its submissions that
+    failed as `is_broken_round` says.
     """
     if broken_rounds >= HOPELESS_ROUNDS:
         return True

@@ -125,7 +125,7 @@ class SweepSpec(Spec):
         return int(scales or self.training.method == "adascale")
 
     def updates_per_epoch(self, steps: int) -> float:
-        """Return the mean number of AGS's scale updates per epoch, of `steps`, with an extra pass.
+        """Return how many of AGS's scale updates cost an extra pass, in the mean epoch of `steps`.
 
         The first pass comes after a whole interval, and none comes after the last step.
         """
@@ -388,7 +388,10 @@ _OF_TRIALS = ("search.estimate", "search.first_step_minutes")
 
 
 def idle_keys(sweep: SweepSpec) -> Iterator[tuple[str, str]]:
-    """Yield each dotted key that is not its default and changes nothing in any column, with why."""
+    """Yield each dotted key that changes nothing, in a study in no column, with the reason.
+
+    A key with its default value counts as left out.
+    """
     study = sweep.study
     if study is None:
         yield from _idle_in(sweep).items()

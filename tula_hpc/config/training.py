@@ -295,8 +295,8 @@ _OUTSIDE = {"lars": _OF_LAYERS, "lamb": _OF_LAYERS, "polo": "averages models in 
 def check_script(training: TrainingSpec, *, scales: bool, of_study: bool) -> None:
     """Refuse keys of `[training]` that cannot act on a training script from outside.
 
-    It `scales` if its arguments hold {lr_scale}, a factor of its learning rate. The factor may be 1
-    in a column `of_study`, as other columns have the same arguments.
+    The script `scales` if its arguments hold {lr_scale}, a factor of its learning rate. In a column
+    `of_study` that factor may be 1, as all columns have the same arguments.
     """
     method = training.method
     if method in _OUTSIDE:

@@ -265,16 +265,15 @@ def valid_keys(kind: type[Spec], location: Sequence[str]) -> str:
 
 
 def _own_keys(kind: type[BaseModel], location: Sequence[str]) -> str:
-    tables = {name: _tables_of(field) for name, field in kind.model_fields.items()}
     sections = [
         name
-        for name, kinds in tables.items()
-        if any(location[-1] in each.model_fields for each in kinds)
+        for name, field in kind.model_fields.items()
+        if any(location[-1] in table.model_fields for table in _tables_of(field))
     ]
     for part in location[:-1]:
         # an index in a list of tables
-        if not part.isdigit():
-            kind = [kind, *_tables_of(kind.model_fields[part])][-1]
+        if not part.isdigit() and (tables := _tables_of(kind.model_fields[part])):
+            kind = tables[-1]
     valid = list(kind.model_fields)
     # a misspelt key of this table, such as seed for seeds, is likelier than a key of another table
     is_slip = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.8)

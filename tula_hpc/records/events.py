@@ -507,8 +507,8 @@ class RunHistory:
     def times_continued(self, label: str, job_id: str, since: float, asked: EventName) -> int:
         """Count how often a training has gone on by itself, up to the present job.
 
-        Counted are this command's jobs for the training, those since it began (Unix time) without
-        the first, and the requeues that they `asked` for, by the name of that event. Requeues by
+        Counted are the jobs for the training `since` the present command began, without the first,
+        and the requeues that all of these asked for, by events of the name `asked`. Requeues by
         Slurm itself do not count.
         """
         jobs = {job_id, *self._submitted_for(label, since)}

@@ -242,7 +242,7 @@ def read_document(kind: type[R], path: Path) -> R:
 
 
 def append_record(path: Path, *records: BaseModel | dict[str, Any], durable: bool = True) -> None:
-    """Append a line for each record with a single write, so that lines of writers never mix.
+    """Append a line for each record with a single write, so that several writers' never mix.
 
     With `durable` the lines are on disk when this returns. Metrics do without: they are many, and
     each wait would delay a step.
