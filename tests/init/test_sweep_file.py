@@ -342,6 +342,8 @@ def test_arguments_of_a_run_that_a_file_lacks_are_added_and_no_more_required(com
         ("-b {local_batch} {epochs}", "-b {local_batch} {epochs} 1", "{epochs} 1 -b {local_batch}", ["1"]),
         ("-b {local_batch} {epochs}", "5 {epochs} -b {local_batch}", "5 {epochs} -b {local_batch}", ["5"]),
         ("{local_batch} --lr 1", "{local_batch}", "{local_batch} --lr 1", []),
+        # a value of an option stays, even if a positional argument is the same
+        ("{epochs} -n {epochs}", "{epochs} 1 -n {epochs}", "{epochs} 1 -n {epochs}", ["1"]),
         ("-n {epochs} x", "--epochs {epochs}", "--epochs {epochs} -n {epochs} x", ["--epochs", "{epochs}"]),
     ],
 )

@@ -451,10 +451,12 @@ def with_arguments(
         added.append(argument)
         unnamed += not is_option and not before.startswith("-")
     # positional arguments of the file, whose places among the others the run shows
-    moved = [w for b, w in zip(["", *known], known, strict=False) if w in added and b[:1] != "-"]
+    pairs = list(zip(["", *known], known, strict=False))
+    moved = [word for before, word in pairs if word in added and not before.startswith("-")]
     if len(moved) == len(added):
         return text, []
-    arguments = json.dumps([*added, *(w for w in known if w not in moved)], ensure_ascii=False)
+    kept = [word for before, word in pairs if word not in moved or before.startswith("-")]
+    arguments = json.dumps([*added, *kept], ensure_ascii=False)
     text = text[: line.start(1)] + arguments + text[line.end(1) :]
     required = [name for name in required_arguments(text) if not name.startswith("-")]
     for name in (*added, *required[:unnamed]):
