@@ -211,6 +211,7 @@ def table_lines(
     ]
     heading = Text(printable(title)) if title else None
     table = terminal_table(columns, console.width, title=heading, title_justify="left")
+    # if rich itself printed to a closed output, it would end the process silently
     with console.capture() as capture:
         console.print(table)
     return capture.get().rstrip("\n")
