@@ -168,7 +168,7 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         self._squares: Tensor | None = None
         self.steps = self._steps_since_update = self._steps_since_statistics = 0
         self._looked_for_factors = False
-        # between `_prepare` and `_finish`: gradients, and parameters before the step
+        # between `before_step` and `after_step`: gradients, and parameters before the step
         self._unfinished: tuple[Look | None, dict[Tensor, Tensor]] = (None, {})
 
     @property
@@ -229,9 +229,9 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         else:
             look = self._look()
             if not self._step_in_pieces(look):
-                self._prepare(look)
+                before = self._prepare(look)
                 self.base.step()
-                self._finish()
+                self._scale_update(look, before)
         self._count_step()
         return loss
 
@@ -241,12 +241,16 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
 
         Both calls together equal `step`, to the bit, with the same errors.
         """
-        self._prepare(self._look())
+        look = self._look()
+        before = self._prepare(look)
+        self._unfinished = (look, before) if before else (None, {})
 
     @untraced
     def after_step(self) -> None:
         """Scale the base's update with apply="update", and count the step."""
-        self._finish()
+        look, before = self._unfinished
+        self._unfinished = (None, {})
+        self._scale_update(look, before)
         self._count_step()
 
     def _count_step(self) -> None:
@@ -483,17 +487,12 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
             scale_and_step(self.base, look.share, look.gradients, factors)
         return True
 
-    def _prepare(self, look: Look | None) -> None:
-        """Scale the gradients, or copy the parameters whose update `_finish` will scale."""
-        if self.apply == "gradient":
-            self._scale_gradients(look)
-        else:
-            self._unfinished = look, self._copies(list(look.gradients) if look else [])
-
-    def _finish(self) -> None:
-        look, before = self._unfinished
-        self._unfinished = (None, {})
-        self._scale_update(look, before)
+    def _prepare(self, look: Look | None) -> dict[Tensor, Tensor]:
+        """Scale the gradients, or return copies of the parameters whose update is to be scaled."""
+        if self.apply == "update":
+            return self._copies(list(look.gradients) if look else [])
+        self._scale_gradients(look)
+        return {}
 
     def _scale_gradients(self, look: Look | None) -> None:
         if look is not None:
@@ -506,7 +505,7 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         return {parameter: self._scale.factor(parameter) for parameter in look.gradients}
 
     def _scale_update(self, look: Look | None, before: Mapping[Tensor, Tensor]) -> None:
-        if look is not None:
+        if look is not None and before:
             moved = [parameter for parameter in look.gradients if parameter in before]
             with torch.no_grad():
                 factors = [self._scale.factor(parameter) for parameter in moved]
