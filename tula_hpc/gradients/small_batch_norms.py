@@ -349,8 +349,9 @@ class PartNorms:
     def squares(self, loss_scale: Tensor | float = 1.0) -> tuple[Tensor, float]:
         """Return the weighted mean squared norm of each parameter's gradient, and its batch, n/K.
 
-        As for `LocalNorms.squares`, but without a wait for the device. A gradient that came in
-        pieces has no norm either.
+        Call it before gradients are set to None. It does not wait for the device. The squares are
+        divided by that of `loss_scale`; (n,), float64, in parameter order, NaN where a parameter
+        has no gradient, or where a micro-batch's is not finite or came in pieces.
 
         Raises:
             RuntimeError: No batch was divided since the last call.
