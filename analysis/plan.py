@@ -112,7 +112,8 @@ def _plan_of(
     def pending(part: Partition, rows: Sequence[Measurement]) -> Sequence[Configuration]:
         own = sweep_for(sweep, part.cluster)
         model = part.models.step_time
-        found = propose(own, part.cluster, rows, model=model) if own else []
+        # as the search itself asks: part.cluster states a start that was measured
+        found = propose(own, cluster.part(part.name), rows, model=model) if own else []
         awaited.extend(found)
         return found
 

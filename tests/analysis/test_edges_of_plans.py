@@ -293,6 +293,17 @@ def _far_apart(c: Configuration) -> Measurement:
     return ok(c.nodes, c.local_batch, times=times(c.nodes, c.local_batch, step_time_s=step_s, allreduce_time_s=sync_s))
 
 
+def test_a_plan_names_what_the_search_proposes_next_where_starts_were_measured() -> None:
+    spec = sweep("cost", mode="adaptive", cluster_sizes=[1, 2, 4], max_batch=4096)
+    rows: list[Measurement] = []
+    while proposed := propose(spec, cluster(), rows):
+        named = " ".join(make_plan(spec, cluster(), rows).warnings) if len(rows) >= 3 else ""
+        assert not named or all(f"{c}" in named for c in proposed)
+        began = len(rows) + 1.0
+        rows += [ok(c.nodes, c.local_batch, start_s=30.0, finished_at=began + i) for i, c in enumerate(proposed)]
+    assert "not yet profiled" not in " ".join(make_plan(spec, cluster(), rows).warnings)
+
+
 def test_a_batch_that_one_worker_cannot_hold_in_parts_is_not_tried_on_several() -> None:
     """One worker holds half of its batch at once; if that fails, half of that batch fails on several workers."""
     spec = sweep("time", mode="full", cluster_sizes=[1, 4], min_batch=64, max_batch=2048)
