@@ -58,7 +58,7 @@ USUAL_TEST_SAMPLES = 1000
 
 def learned_nothing(metrics: Metrics, work: WorkloadSpec) -> str:
     """Return a clause on the loss of a training that learned nothing, else ""."""
-    # the final loss is the mean over the last epoch, which must not be the first, too
+    # the final loss is the mean over the last epoch, which must not hold the training's beginning
     if len(metrics.epochs) < 2:
         return ""
     first = metrics.steps[0].loss if metrics.steps else metrics.epochs[0].train_loss
@@ -177,6 +177,7 @@ def median_epoch_s(epochs: Sequence[EpochMetrics]) -> float | None:
         is_timed = epoch.complete and epoch.steps > 0
         if is_timed and _setting(before) == _setting(epoch) == _setting(epochs[-1]):
             kept.append(epoch.epoch_time_s)
+    # a mean would hold the start of the loader's processes
     return statistics.median(kept) if kept else None
 
 

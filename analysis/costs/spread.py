@@ -39,7 +39,8 @@ Ends = tuple[float, float]
 
 # 90 % of a normal distribution lie within this many standard deviations
 Z_90 = 1.645
-# starts were 0 to 21 % off in seven trainings on the test cluster while nothing else ran there
+# standard deviation of a start's logarithm; starts were 0 to 21 % off in seven trainings on the test
+# cluster while nothing else ran there
 START_SPREAD = 0.15
 PRIOR_STARTS = 4
 STATED_SPREAD = 0.35

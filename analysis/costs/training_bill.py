@@ -7,7 +7,8 @@ take as long as planned, unless the notes show that it ended sooner. The price o
 plan's, so that expected and actual cost differ only by the time.
 
 A training times its own steps, evaluations and saves, and the start of each of its jobs. The rest
-of the time in accounting is the end of the job, or after interruptions repeated work.
+of the time in accounting is the end of the job; after interruptions it also holds work that was
+lost, and counts as repeated.
 """
 
 from __future__ import annotations

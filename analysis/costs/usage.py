@@ -99,7 +99,8 @@ def _job_run(
 
 
 def only_waiting_s(runs: Sequence[JobRun]) -> float:
-    """Return the seconds in which jobs waited and none ran; tasks of an array await each other."""
+    """Return the seconds in which jobs waited and none ran."""
+    # tasks of an array wait for each other, which is no queueing
     waiting = [(run.waited_from, run.began_at) for run in runs]
     running = [(run.began_at, run.ended_at) for run in runs]
     return length_of_union([*waiting, *running]) - length_of_union(running)

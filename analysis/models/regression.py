@@ -51,7 +51,7 @@ class Scatter(NamedTuple):
 
 
 # a standard deviation of 10 % is a median error of 7 %, as such models have with few measurements
-# (the paper's partial search: 7.5–14 %)
+# (the paper's partial search: 7.5–14 %); many measurements leave nothing of this belief
 PRIOR = Scatter(error=0.1, rows=2.0)
 
 

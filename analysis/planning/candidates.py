@@ -100,7 +100,7 @@ class Partition(NamedTuple):
     spread: Spread
     # seconds of each job's end, see `costs.evaluation`; 0 unless its start was measured
     end_s: float = 0.0
-    # seconds of a checkpoint, as measured; None: not measured
+    # seconds of a checkpoint, as measured, or 0 if it costs no steps' time; None: not measured
     save_s: float | None = None
     # samples; None: the gradient's noise was not measured
     critical_batch: float | None = None

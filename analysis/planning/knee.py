@@ -91,7 +91,8 @@ def knee_curves(
 ) -> TimeCurves | None:
     """Return the curves to search for the objective's knee; None for objectives without one.
 
-    `with_draws` also draws models from the uncertainty of each fit, for the interval.
+    Each partition must have a possible batch. `with_draws` also draws models from the uncertainty
+    of each fit, for the interval.
     """
     if not sweep.objective.has_knee:
         return None

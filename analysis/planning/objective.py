@@ -52,7 +52,8 @@ def choose(
     "knee" takes the cheapest candidate within 3 % of the fastest with a global batch up to the knee
     of the fitted curves. If constraints leave none there, it takes the smallest batch beyond.
     "kneedle" includes batches up to half an octave beyond its knee. Without a knee, it takes the
-    smallest batch within 10 % of the least expected time. Both need `curves`.
+    smallest batch within 10 % of the least expected time, and of that the fewest nodes. Both need
+    `curves`.
     """
     feasible = table.why == FEASIBLE
     if objective.has_knee:

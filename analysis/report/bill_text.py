@@ -95,7 +95,7 @@ def bill_sentences(
 def steps_off(
     plan: Plan | None, events: Iterable[Event], training: Training, name: str = "the training"
 ) -> Iterator[str]:
-    """Say how far steps that mattered were off the plan's interval, and the likely cause."""
+    """Say how far steps were outside the plan's interval and why, if that made a difference."""
     promised = candidate_of(plan, training)
     took_s = training.epoch_time_s
     if plan is None or promised is None or took_s is None:
