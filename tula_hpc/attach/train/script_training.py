@@ -372,11 +372,10 @@ class ScriptTraining(Mode):
 
     def _forget_steps(self) -> None:
         progress = self.progress
-        progress.epoch = progress.step = progress.samples_seen = 0
+        self._written = progress.epoch = progress.step = progress.samples_seen = 0
         progress.begin_epoch()
         progress.reported = {}
         self.window = StepWindow()
-        self._written = 0
         self.pause()
 
     def leave_out(self, seconds: float) -> None:
@@ -474,9 +473,8 @@ class ScriptTraining(Mode):
 
     def _write_epoch(self) -> None:
         progress = self.progress
-        self._written = progress.step
-        self._is_between = True
-        scores = dict.fromkeys(SCORES) | self.progress.reported
+        self._written, self._is_between = progress.step, True
+        scores = dict.fromkeys(SCORES) | progress.reported
         self.metrics.write_epoch(progress, progress.epoch + 1, self._readings, scores)
 
     def add_to_last_epoch(self) -> None:
