@@ -126,8 +126,8 @@ def named_above(entry_points: Iterable[str], arguments: Iterable[str]) -> list[s
 
 def local_rank_option(entry_points: Iterable[str]) -> str:
     """Return the option in which own code takes its local rank; "" if it has none."""
-    found = (_LOCAL_RANK.search(text) for text in _texts_of(entry_points))
-    return next((match[1].decode() for match in found if match), "")
+    found = filter(None, map(_LOCAL_RANK.search, _texts_of(entry_points)))
+    return next((match[1].decode() for match in found), "")
 
 
 def takes_rest(entry_points: Iterable[str]) -> bool:

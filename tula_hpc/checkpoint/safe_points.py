@@ -7,6 +7,7 @@ is written.
 from __future__ import annotations
 
 import contextlib
+import operator
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,8 +233,8 @@ class SafePoints:
         if loaded is not None:
             mine = (float(loaded.restart_count), float(loaded.samples_seen))
         highest = self.worker.agree(*mine)
-        lowest = self.worker.agree(*(-value for value in mine))
-        if highest != [-value for value in lowest]:
+        lowest = self.worker.agree(*map(operator.neg, mine))
+        if highest != list(map(operator.neg, lowest)):
             raise DataError(
                 f"workers see different checkpoints in {self.store.folder}: a node's file system shows "
                 "an old state; the next job may see the same ones"

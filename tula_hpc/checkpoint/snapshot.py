@@ -106,9 +106,8 @@ class Snapshots:
         taken = map_tensors(copied, state)
         if self.device is None or not pairs:
             return Snapshot(taken, None, [])
-        sources = [source for _, source in pairs]
+        targets, sources = zip(*pairs, strict=True)
         clones = self._clones(sources, self.device)
-        targets = [target for target, _ in pairs]
         copies = list(zip(targets, clones or sources, strict=True))
         return Snapshot(taken, self.device.copy(copies, block=not clones), clones)
 

@@ -58,11 +58,13 @@ def parse_weights(weights: str | Mapping[str, object]) -> dict[str, float]:
 
 
 def _split(text: str) -> list[tuple[str, object]]:
-    pairs = [item.partition("=") for item in text.split(",") if item.strip()]
-    wrong = next((name for name, equals, _ in pairs if not equals), None)
-    if wrong is not None:
-        raise ValueError(f"{wrong.strip()!r} has no weight; expected for example {_EXAMPLE}")
-    return [(name, value) for name, _, value in pairs]
+    pairs: list[tuple[str, object]] = []
+    for item in filter(str.strip, text.split(",")):
+        name, equals, value = item.partition("=")
+        if not equals:
+            raise ValueError(f"{name.strip()!r} has no weight; expected for example {_EXAMPLE}")
+        pairs.append((name, value))
+    return pairs
 
 
 def _weight(key: str, value: object) -> float:

@@ -235,7 +235,7 @@ _OF_SLURM_ALONE = (
 
 def idle_cluster_keys(cluster: ClusterSpec) -> Iterator[tuple[str, str]]:
     """Yield keys of a cluster file that were given but change nothing, with the reason."""
-    given = [key for key, _ in given_keys(cluster)]
+    given = dict(given_keys(cluster))
     of_slurm = ", ".join(key for key in given if key in _OF_SLURM_ALONE)
     if cluster.executor == "local" and of_slurm:
         why = 'executor = "local" does not use Slurm; set executor = "slurm", or remove this'
@@ -383,13 +383,14 @@ def _parse(
         # leave out a table's problem that only follows from a problem inside the table
         outer: set[tuple[int | str, ...]] = set()
         for item in problems:
-            outer |= {item["loc"][:depth] for depth in range(len(item["loc"]))}
+            for depth in range(len(item["loc"])):
+                outer.add(item["loc"][:depth])
         own = [item for item in problems if item["loc"] not in outer]
-        keys = [text.partition("=")[0].strip() for text in overrides]
+        given = tuple(f"{text.partition('=')[0].strip()}." for text in overrides)
         lines: dict[object, str] = {}
         for item in own[:MOST_MISTAKES]:
             key = ".".join(map(str, item["loc"]))
-            is_set = any(f"{key}.".startswith(f"{given}.") for given in keys)
+            is_set = f"{key}.".startswith(given)
             line = explain(kind, OPTION if is_set else path, item)
             # One line per cause: a union reports a problem for each of its members, and several
             # functions may name the same faulty module.

@@ -212,8 +212,10 @@ class TrainingSpec(Spec):
         """Options of adaptive gradient scaling: the preset, overridden by the keys given here."""
         paper = self.preset == "paper" or self.method == "static"
         preset = PAPER if paper else DEFAULT
-        values = {name: getattr(self, name) for name in AgsOptions._fields}
-        given = {name: value for name, value in values.items() if value is not None}
+        given = {}
+        for name in AgsOptions._fields:
+            if (value := getattr(self, name)) is not None:
+                given[name] = value
         if given.get("reference") == "pass":
             preset = preset._replace(update_interval_epochs=PAPER.update_interval_epochs)
         return preset._replace(**given)

@@ -89,8 +89,8 @@ def given_keys(table: Spec) -> Iterator[tuple[str, str]]:
     """Yield each key that has not its default, with why it changes nothing ("" if it counts)."""
     for key, field in type(table).model_fields.items():
         if getattr(table, key) != field.default:
-            marks = (mark for mark in field.metadata if isinstance(mark, Needs))
-            yield key, next(filter(None, (mark.reason(table) for mark in marks)), "")
+            reasons = (mark.reason(table) for mark in field.metadata if isinstance(mark, Needs))
+            yield key, next(filter(None, reasons), "")
 
 
 # keys and tables whose values may hold passwords
@@ -107,13 +107,13 @@ def is_hidden(key: Sequence[str]) -> bool:
     """
     # a partition's name may hold dots and thus be several parts
     own = key[2:] if key and key[0] == PARTITIONS else key[:1]
-    return any(part in HIDDEN for part in own)
+    return not set(HIDDEN).isdisjoint(own)
 
 
 def hide(value: Any) -> Any:
     """Return tables without hidden values; names of variables and numbers of lines stay."""
     if isinstance(value, list):
-        return [hide(inner) for inner in value]
+        return list(map(hide, value))
     if not isinstance(value, dict):
         return value
     return {key: _names_of(inner) if key in HIDDEN else hide(inner) for key, inner in value.items()}
@@ -129,13 +129,15 @@ def _names_of(value: Any) -> Any:
 
 def exposure_warning(overrides: Sequence[str]) -> str:
     """Return a warning about hidden values given by `--set` on the command line; "" without any."""
-    keys = [text.partition("=")[0].strip() for text in overrides]
-    exposed = [key for key in keys if is_hidden(key.removeprefix("cluster.").split("."))]
+    exposed = []
+    for text in overrides:
+        key = text.partition("=")[0].strip()
+        if is_hidden(key.removeprefix("cluster.").split(".")):
+            exposed.append(key if key.isprintable() else ascii(key))
     if not exposed:
         return ""
-    names = ", ".join(key if key.isprintable() else ascii(key) for key in exposed)
     return (
-        f"--set: {names}: a command line is visible to everybody on this machine; "
+        f"--set: {', '.join(exposed)}: a command line is visible to everybody on this machine; "
         "put secrets into the cluster file"
     )
 
@@ -265,11 +267,10 @@ def valid_keys(kind: type[Spec], location: Sequence[str]) -> str:
 
 
 def _own_keys(kind: type[BaseModel], location: Sequence[str]) -> str:
-    sections = [
-        name
-        for name, field in kind.model_fields.items()
-        if any(location[-1] in table.model_fields for table in _tables_of(field))
-    ]
+    in_sections = []
+    for name, field in kind.model_fields.items():
+        if any(location[-1] in table.model_fields for table in _tables_of(field)):
+            in_sections.append(f"{name}.{location[-1]}")
     for part in location[:-1]:
         # an index in a list of tables
         if not part.isdigit() and (tables := _tables_of(kind.model_fields[part])):
@@ -277,9 +278,8 @@ def _own_keys(kind: type[BaseModel], location: Sequence[str]) -> str:
     valid = list(kind.model_fields)
     # a misspelt key of this table, such as seed for seeds, is likelier than a key of another table
     is_slip = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.8)
-    if sections and not is_slip:
-        meant = " or ".join(f"{name}.{location[-1]}" for name in sections)
-        return f" (did you mean {meant}?)"
+    if in_sections and not is_slip:
+        return f" (did you mean {' or '.join(in_sections)}?)"
     return nearest(location[-1], valid) or f"; valid keys: {', '.join(valid)}"
 
 

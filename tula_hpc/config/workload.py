@@ -11,6 +11,7 @@ the built-in training (`OF_BOTH`).
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -109,7 +110,7 @@ PLACEHOLDERS = {
 # an option and its value in one argument: no shell splits them
 OPTION_WITH_VALUE = re.compile(r"--?[\w-]+\s+\{")
 # the arguments have to hold at least one of these placeholders
-CARRY_THE_BATCH = ("local_batch", "global_batch")
+CARRY_THE_BATCH = frozenset({"local_batch", "global_batch"})
 # a placeholder with or without a factor; ${...} is not one, but the script's own
 PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)(?:\*(\d+(?:\.\d+)?(?:[eE]-?\d+)?))?\}")
 # groups of workload.metric, of which it needs at least one
@@ -292,9 +293,8 @@ class WorkloadSpec(Spec):
     def _own_keys(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # a key that this kind of workload lacks would count as given when the file is read again
         found: dict[str, Any] = handler(self)
-        if self.is_script:
-            return {key: value for key, value in found.items() if key in OF_SCRIPTS | OF_BOTH}
-        return {key: value for key, value in found.items() if key not in OF_SCRIPTS}
+        own = OF_SCRIPTS | OF_BOTH if self.is_script else found.keys() - OF_SCRIPTS
+        return {key: value for key, value in found.items() if key in own}
 
     @property
     def is_script(self) -> bool:
@@ -413,7 +413,7 @@ def _expression(text: str) -> str:
         groups = re.compile(text).groupindex
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(f"{shown(text)} is not a regular expression: {error}") from None
-    if not any(name in groups for name in METRIC_GROUPS):
+    if groups.keys().isdisjoint(METRIC_GROUPS):
         raise ValueError(
             f"{shown(text)}: with a script, expected a regular expression for its output with a "
             r"group named test_accuracy or test_loss, for example 'Acc@1 (?P<test_accuracy>[\d.]+)'"
@@ -433,14 +433,14 @@ def _check_placeholders(arguments: Sequence[str], resuming: Sequence[str]) -> No
             if OPTION_WITH_VALUE.match(text):
                 words = ", ".join(f'"{word}"' for word in text.split())
                 raise ValueError(f'{key}: "{text}" is one word with a space; expected {words}')
-        for name, factor in (found for text in texts for found in PLACEHOLDER.findall(text)):
+        for name, factor in itertools.chain.from_iterable(map(PLACEHOLDER.findall, texts)):
             if name == "run_dir" and factor:
                 raise ValueError(f"{key}: {{run_dir}} is a folder and takes no factor")
             if name not in PLACEHOLDERS:
                 raise ValueError(
                     f"{key}: {{{name}}} is unknown{nearest(name, PLACEHOLDERS)}; known are {known}"
                 )
-    if not any(name in CARRY_THE_BATCH for name in _placeholders_in(arguments)):
+    if CARRY_THE_BATCH.isdisjoint(_placeholders_in(arguments)):
         raise ValueError(
             "arguments: none carries the batch; expected {local_batch} (samples of one forward "
             f"pass of one worker) or {{global_batch}} in one of them; known are {known}"

@@ -93,7 +93,7 @@ def read_binary(
     """
     paths = tuple(folder / name for name in names)
     labels = [_read_labels(facts, path) for path in paths]
-    if len({len(of_file) for of_file in labels}) > 1:
+    if len(set(map(len, labels))) > 1:
         raise data_error(folder, f"expected {', '.join(names)} to have the same size")
     source = RecordFiles(paths, len(labels[0]), EDGE, label_bytes=facts.label_bytes)
     every = np.concatenate(labels)

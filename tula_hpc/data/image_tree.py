@@ -241,7 +241,7 @@ def _list(root: Path, leave_out: Sequence[str]) -> tuple[Listing, bool]:
             raise data_error(root / name, f"expected images of this class ({kinds}), found none")
         names += found
         counts.append(len(found))
-    encoded = np.array([os.fsencode(name) for name in classes])
+    encoded = np.array(list(map(os.fsencode, classes)))
     paths, modified_ns = zip(*folders, strict=True)
     listing = Listing(
         encoded, np.array(counts), np.array(names), np.array(paths), np.array(modified_ns, np.int64)

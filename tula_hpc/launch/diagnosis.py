@@ -270,7 +270,7 @@ def _lines_by_weight(log: str) -> list[list[str]]:
     """
     raised = _exceptions(log)
     own = [line for line in raised if not _PEER_LOST.search(line)]
-    lines = [line.strip() for line in without_chatter(log).splitlines()]
+    lines = list(map(str.strip, without_chatter(log).splitlines()))
     informative = "|".join([_KILLED.pattern, _NCCL_ENDS.pattern, *(sign.words for sign in _SIGNS)])
     signs = [line for line in lines if re.search(informative, line)]
     by_job = [line for line in lines if not line.startswith(_WITHOUT_REASON)]
@@ -437,7 +437,7 @@ def read_logs(paths: Iterable[Path]) -> tuple[Path | None, list[str]]:
 def ends(logs: Sequence[str], lines: int) -> str:
     """Join the last lines of each log."""
     tails = ("\n".join(log.splitlines()[-lines:]) for log in logs)
-    return "\n".join(tail for tail in tails if tail)
+    return "\n".join(filter(None, tails))
 
 
 def complaining_nodes(paths: Iterable[Path]) -> list[int]:

@@ -208,8 +208,12 @@ def _queued(
 
 def _rows(text: str, columns: int) -> list[list[str]]:
     """Return the rows of a table with bars, the last column as it is; other lines are left out."""
-    rows = ([cell.strip() for cell in line.split("|", columns - 1)] for line in text.splitlines())
-    return [row for row in rows if len(row) == columns]
+    rows = []
+    for line in text.splitlines():
+        row = list(map(str.strip, line.split("|", columns - 1)))
+        if len(row) == columns:
+            rows.append(row)
+    return rows
 
 
 def task_ids(job_id: str, count: int) -> list[str]:
@@ -261,7 +265,7 @@ def hosts_of(job_id: str) -> list[str]:
         return []
     # names of nodes only, without a site's own lines
     beginnings = tuple(each.partition("[")[0] for each in _BRACKETS.sub("[", names).split(","))
-    stripped = [line.strip() for line in lines]
+    stripped = map(str.strip, lines)
     hosts = [each for each in stripped if each.startswith(beginnings) and _HOST.fullmatch(each)]
     # with a line too many the numbers would mean other nodes
     return hosts if len(hosts) == count else []
@@ -380,8 +384,8 @@ def _last_words(job_id: str, key: str) -> list[StepState]:
     state = fields.get("JobState", "").partition(" ")[0]
     if not state or key not in f"{fields.get('JobName')} {fields.get('Command')}":
         return []
-    codes = [fields.get(name, "") for name in ("ExitCode", "DerivedExitCode")]
-    return [StepState(job_id, state, code) for code in codes]
+    codes = ("ExitCode", "DerivedExitCode")
+    return [StepState(job_id, state, fields.get(name, "")) for name in codes]
 
 
 class Leaving(StrEnum):

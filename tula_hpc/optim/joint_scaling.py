@@ -81,7 +81,7 @@ class JointScaling(TulaOptimizer):
         if self._share is None:
             return
         with torch.no_grad():
-            factors = [self._scale.factor(parameter) for parameter in before]
+            factors = list(map(self._scale.factor, before))
             move_where(self._share, list(before), list(before.values()), factors)
 
     def _look(self) -> Look | None:

@@ -199,7 +199,7 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
     @property
     def gradscale(self) -> list[Tensor | None]:
         """Return factors in parameter order, of a parameter's shape or 0-dim; None stands for 1."""
-        return [self._scale.factor(parameter) for parameter in self.parameters()]
+        return list(map(self._scale.factor, self.parameters()))
 
     @property
     def update_due(self) -> bool:
@@ -508,7 +508,7 @@ class TulaOptimizer(WrappingOptimizer, GradientObserver):
         if look is not None and before:
             moved = [parameter for parameter in look.gradients if parameter in before]
             with torch.no_grad():
-                factors = [self._scale.factor(parameter) for parameter in moved]
+                factors = list(map(self._scale.factor, moved))
                 move_where(look.share, moved, [before[parameter] for parameter in moved], factors)
 
     def _copies(

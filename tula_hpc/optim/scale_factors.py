@@ -378,7 +378,7 @@ class Estimates:
     def state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Any]:
         """Return factors, averages, noise, and their batches; not the norms of `expect`."""
         return {
-            "gradscale": [self.scale.factor(parameter) for parameter in parameters],
+            "gradscale": list(map(self.scale.factor, parameters)),
             "averages": self.scale.norms.averages,
             "noise": self.noise.state_dict(),
             "batches": list(self.batches),

@@ -273,20 +273,18 @@ class StepProfile(Course):
         others = batches_timed_apart(worker.sweep.search, nodes, workers_per_node, batch)
         known = {size for world, size in self.shared.computed if world == world_size}
         self.computed = sorted({part, *others} - {batch} - (known - {part}))
-        passes = {
-            size: partial(self._compute, *take((inputs, targets), 0, size), whole=True)
-            for size in self.computed
-        }
-        steps = {
-            size: calls_in_round(worker, self.rule, compute, BRIEF_ROUND_S)
-            for size, compute in passes.items()
-        }
-        samples: dict[int, list[float]] = {size: [] for size in self.computed}
+        passes, steps = {}, {}
+        samples: dict[int, list[float]] = {}
+        for size in self.computed:
+            passes[size] = partial(self._compute, *take((inputs, targets), 0, size), whole=True)
+            steps[size] = calls_in_round(worker, self.rule, passes[size], BRIEF_ROUND_S)
+            samples[size] = []
         for size in self.computed * LEAST_ROUNDS:
             samples[size].append(round_s(worker, passes[size], steps[size]))
-        self.samples |= {compute_of(size): seconds for size, seconds in samples.items()}
-        self.round_steps |= {compute_of(size): count for size, count in steps.items()}
-        self.shared.computed.update((world_size, size) for size in self.computed)
+        for size in self.computed:
+            self.samples[compute_of(size)] = samples[size]
+            self.round_steps[compute_of(size)] = steps[size]
+            self.shared.computed.add((world_size, size))
         if part == batch:
             self.shared.computed.add((world_size, batch))
 

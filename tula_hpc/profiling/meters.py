@@ -123,10 +123,8 @@ def _nvml_joules(least: int) -> float | None:
         return None
     try:
         nvml.nvmlInit()
-        handles = [
-            nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())
-        ]
-        energy = [nvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in handles]
+        handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
+        energy = list(map(nvml.nvmlDeviceGetTotalEnergyConsumption, handles))
         nvml.nvmlShutdown()
     except nvml.NVMLError:
         return None

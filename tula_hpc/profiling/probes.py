@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -147,8 +148,8 @@ def time_forward(worker: Worker, inputs: Batch, targets: Batch) -> list[float]:
                 batch = map_tensors(lambda tensor: torch.cat([tensor] * copies), batch)
             if gpus:
                 batch = map_tensors(Tensor.pin_memory, batch)
-            seconds = [round_s(worker, lambda: worker.score(*batch)) for _ in range(FORWARD_PASSES)]
-            return [each / copies for each in seconds]
+            forward = partial(worker.score, *batch)
+            return [round_s(worker, forward) / copies for _ in range(FORWARD_PASSES)]
     except (RuntimeError, MemoryError) as error:
         if out_of_memory(error) is None:
             raise

@@ -66,6 +66,9 @@ def profiled_in_vain(
     events: Iterable[Event], configuration: Configuration, partition: str, since: float
 ) -> int:
     """Count the jobs that ended by a broken device while they measured this configuration."""
-    broken = (each for each in events if each.failure is Failure.DEVICE_FAILED)
-    ends = (EndData.of(each) for each in broken if each.event == "ended" and each.time >= since)
-    return sum((end.configuration, end.partition) == (configuration, partition) for end in ends)
+    jobs = 0
+    for each in events:
+        if each.event == "ended" and each.failure is Failure.DEVICE_FAILED and each.time >= since:
+            end = EndData.of(each)
+            jobs += (end.configuration, end.partition) == (configuration, partition)
+    return jobs

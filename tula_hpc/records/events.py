@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from functools import cached_property
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import (
@@ -248,6 +248,10 @@ def _last_of(events: Sequence[Event], *names: EventName) -> Event | None:
     return next((event for event in reversed(events) if event.event in names), None)
 
 
+def _named(events: Iterable[Event], *names: EventName) -> list[Event]:
+    return [event for event in events if event.event in names]
+
+
 def _failure_in(event: Event) -> JobFailure:
     return JobFailure(event.failure, event.detail, EndData.of(event).stop)
 
@@ -258,13 +262,10 @@ class JobEvents(Record):
     job_id: str
     events: list[Event] = Field(default=[])
 
-    def _named(self, name: EventName) -> list[Event]:
-        return [event for event in self.events if event.event == name]
-
     @property
     def has_finished(self) -> bool:
         """Tell whether the job has reported that its work is done."""
-        return bool(self._named("finished"))
+        return bool(_named(self.events, "finished"))
 
     @property
     def end(self) -> Event | None:
@@ -274,8 +275,8 @@ class JobEvents(Record):
     @property
     def memory_failure(self) -> Failure | None:
         """The recorded out-of-memory failure of this job, on the device or on the host, if any."""
-        failures = (event.failure for event in reversed(self._named("oom")) if event.failure)
-        return next(failures, None)
+        failed = reversed(_named(self.events, "oom"))
+        return next((event.failure for event in failed if event.failure), None)
 
     @property
     def met_broken_device(self) -> bool:
@@ -292,11 +293,10 @@ class JobEvents(Record):
     def failure(self) -> JobFailure | None:
         """The recorded failure, if any; the job's own report is preferred to the scheduler's."""
         for name in ("oom", "failed", "ended"):
-            failed = [event for event in self._named(name) if event.failure is not None]
+            failed = [event for event in _named(self.events, name) if event.failure is not None]
             if failed:
                 details = [event.detail for event in (failed[-1], *reversed(self.events))]
-                detail = next((text for text in details if text), "")
-                return _failure_in(failed[-1])._replace(detail=detail)
+                return _failure_in(failed[-1])._replace(detail=next(filter(None, details), ""))
         return None
 
     @property
@@ -313,7 +313,7 @@ class JobEvents(Record):
     @property
     def hosts(self) -> list[str]:
         """Hosts that workers of the job reported as broken."""
-        return [host for event in self.events for host in hosts_in(event)]
+        return list(chain.from_iterable(map(hosts_in, self.events)))
 
 
 class Submission(JobEvents, SubmissionData):
@@ -446,7 +446,7 @@ class RunHistory:
 
     def control_failure(self) -> str:
         """Return why the last controller that ended could not go on, "" if it could."""
-        last = _last_of([e for e in self.events if e.stage == CONTROL], "ended")
+        last = _last_of(self._of_stage(CONTROL), "ended")
         if last is None or last.failure is None:
             return ""
         return last.detail
@@ -457,14 +457,17 @@ class RunHistory:
 
     def reached(self, stage: Stage) -> bool:
         """Tell whether anything of a stage is on record."""
-        return any(event.stage == stage for event in self.events)
+        return bool(self._of_stage(stage))
+
+    def _of_stage(self, stage: str) -> list[Event]:
+        return [event for event in self.events if event.stage == stage]
 
     def accounted(self, label: str, accounts: Iterable[JobAccount]) -> tuple[JobAccount, ...]:
         """Return the accounting of all runs of a training's jobs that had nodes.
 
         Empty if accounting does not have all of its jobs, or if a run is not over.
         """
-        job_ids = {e.job_id for e in self.of_training(label) if e.event == "submitted"}
+        job_ids = {event.job_id for event in _named(self.of_training(label), "submitted")}
         mine = [account for account in accounts if account.job_id in job_ids]
         if {account.job_id for account in mine} != job_ids or not all(a.over for a in mine):
             return ()
@@ -479,7 +482,7 @@ class RunHistory:
 
     def has_left_files(self, label: str) -> bool:
         """Tell whether a training has written a checkpoint or its result."""
-        return any(e.event in ("checkpoint", "finished") for e in self.of_training(label))
+        return bool(_named(self.of_training(label), "checkpoint", "finished"))
 
     def failed_as_it_went_on(self, label: str, since: float) -> bool:
         """Tell whether a training last restarted after `since`, and failed after that."""
@@ -565,11 +568,11 @@ class RunHistory:
 
     def restarts(self, label: str) -> int:
         """Count the restarts of a training, from a checkpoint or from the start."""
-        return sum(event.event == "resumed" for event in self.of_training(label))
+        return len(_named(self.of_training(label), "resumed"))
 
     def begun_anew(self, label: str) -> int:
         """Count the restarts of a training that had no checkpoint to resume from."""
-        resumed = (e for e in self.of_training(label) if e.event == "resumed")
+        resumed = _named(self.of_training(label), "resumed")
         return sum(ProgressData.of(event).samples_seen == 0 for event in resumed)
 
     def last_restart(self, label: str) -> Restart | None:
@@ -582,11 +585,11 @@ class RunHistory:
 
     def fallbacks(self, label: str) -> int:
         """Count how often a training went on with a smaller batch after running out of memory."""
-        return sum(event.event == "fell_back" for event in self.of_training(label))
+        return len(_named(self.of_training(label), "fell_back"))
 
     def is_falling_back(self) -> bool:
         """Tell whether a training ran out of memory and its smaller batch is not submitted yet."""
-        trained = [event for event in self.events if event.stage == "train"]
+        trained = self._of_stage("train")
         return bool(trained) and trained[-1].event == "fell_back"
 
     def drift(self) -> DriftData | None:
@@ -643,15 +646,22 @@ class RunHistory:
 
     def samples_seen(self) -> list[tuple[EventName, int]]:
         """Return the events of trainings with the samples seen until then, if recorded."""
-        told = (e for e in self.events if e.stage == "train" and "samples_seen" in e.data)
-        seen_at = ((event.event, ProgressData.of(event).samples_seen) for event in told)
-        return [(name, seen) for name, seen in seen_at if seen is not None]
+        found = []
+        for event in self._of_stage("train"):
+            if "samples_seen" in event.data:
+                seen = ProgressData.of(event).samples_seen
+                if seen is not None:
+                    found.append((event.event, seen))
+        return found
 
     def save_costs(self) -> list[tuple[float, float]]:
         """Return Unix time and cost in seconds of each checkpoint whose cost was measured."""
-        saves = (event for event in self.events if event.event == "checkpoint")
-        costs = ((event.time, CheckpointData.of(event).cost_s) for event in saves)
-        return [(time, cost_s) for time, cost_s in costs if cost_s is not None]
+        costs = []
+        for event in _named(self.events, "checkpoint"):
+            cost_s = CheckpointData.of(event).cost_s
+            if cost_s is not None:
+                costs.append((event.time, cost_s))
+        return costs
 
     def detached(self) -> Detached | None:
         """Return when the run was last detached, and for which stages."""
@@ -660,8 +670,7 @@ class RunHistory:
 
     def is_taken_over(self) -> bool:
         """Tell whether a command that stays has taken over from the controllers."""
-        control = [event for event in self.events if event.stage == CONTROL]
-        last = _last_of(control, "detached", "ended")
+        last = _last_of(self._of_stage(CONTROL), "detached", "ended")
         return last is not None and DetachedData.of(last).taken_over
 
     def stage_failure(self) -> Event | None:

@@ -102,16 +102,19 @@ def refuse_several(run: RunDirectory, measurements: Iterable[Measurement]) -> No
     Raises:
         InputError: They differ; the message names the measurements and the remedy.
     """
-    rows = [m for m in measurements if m.identity is not None]
+    rows = list(measurements)
     newest = measured_identity(rows)
     if newest is None:
         return
-    others = [m for m in rows if m.identity and not m.identity.is_same(newest)]
+    newer: list[Measurement] = []
+    others: list[Measurement] = []
+    for row in rows:
+        if row.identity is not None:
+            (newer if row.identity.is_same(newest) else others).append(row)
     if not others or others[0].identity is None:
         return
     where = in_short([str(m.configuration) for m in others])
     found = newest.difference(others[0].identity)
-    newer = [m for m in rows if m.identity and m.identity.is_same(newest)]
     since = in_short([str(m.configuration) for m in newer])
     message = (
         f"its measurements mix different models or data ({found}): {since} measured after this "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import re
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
@@ -274,8 +275,8 @@ def of_partition(measurements: Sequence[Measurement], name: str) -> Sequence[Mea
 
 def holds_any(output: Path, rows: Iterable[Measurement]) -> bool:
     """Tell whether a profile job's file holds one of these measurements."""
-    wanted = {(m.configuration, m.finished_at) for m in rows}
-    return bool(wanted & {(m.configuration, m.finished_at) for m in recorded_by_job(output)})
+    key = attrgetter("configuration", "finished_at")
+    return not set(map(key, rows)).isdisjoint(map(key, recorded_by_job(output)))
 
 
 def recorded_by_job(output: Path) -> list[Measurement]:

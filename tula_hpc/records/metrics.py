@@ -84,8 +84,8 @@ class StepMetrics(Record):
     @property
     def scaled_nothing(self) -> bool:
         """Tell whether every step since the last line was scaled by 1, or not at all."""
-        factors = [each for each in (self.scale_min, self.scale_max) if each is not None]
-        is_one = len(factors) == 2 and all(abs(each - 1.0) <= ROUNDING for each in factors)
+        factors = (self.scale_min, self.scale_max)
+        is_one = all(each is not None and abs(each - 1.0) <= ROUNDING for each in factors)
         return self.scaled == 0 or self.scale_share == 0 or is_one
 
 

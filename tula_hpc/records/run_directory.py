@@ -173,7 +173,7 @@ class RunDirectory:
             self.notifications_file,
         ]
         documents += self.root.glob("footprint*.json")
-        documents = [path for path in documents if path.exists()]
+        documents = list(filter(Path.exists, documents))
         if not left:
             for path in documents:
                 path.unlink()

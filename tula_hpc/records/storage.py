@@ -158,15 +158,12 @@ def _without_fields_set(record: R) -> R:
 
 @functools.cache
 def _nested_records(kind: type[BaseModel]) -> tuple[str, ...]:
-    kinds = {
-        name: (field.annotation, *get_args(field.annotation))
-        for name, field in kind.model_fields.items()
-    }
-    return tuple(
-        name
-        for name, types in kinds.items()
-        if any(isinstance(each, type) and issubclass(each, BaseModel) for each in types)
-    )
+    names = []
+    for name, field in kind.model_fields.items():
+        types = (field.annotation, *get_args(field.annotation))
+        if any(isinstance(each, type) and issubclass(each, BaseModel) for each in types):
+            names.append(name)
+    return tuple(names)
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
@@ -250,14 +247,14 @@ def append_record(path: Path, *records: BaseModel | dict[str, Any], durable: boo
     Raises:
         StorageError: The lines cannot be written; the file then ends as it did before.
     """
-    lines = [
-        record.model_dump_json()
-        if isinstance(record, BaseModel)
-        else json.dumps(record, allow_nan=False)
-        for record in records
-    ]
+    lines = ""
+    for record in records:
+        if isinstance(record, BaseModel):
+            lines += f"{record.model_dump_json()}\n"
+        else:
+            lines += f"{json.dumps(record, allow_nan=False)}\n"
     try:
-        _append(path, "".join(f"{line}\n" for line in lines).encode(), durable)
+        _append(path, lines.encode(), durable)
     except OSError as error:
         raise _unwritten(path, error) from error
 

@@ -204,9 +204,12 @@ def _partitions() -> dict[str, dict[str, str]]:
         raise
     except LaunchError:
         return {}
-    lines = (line for line in shown.splitlines() if line.startswith("PartitionName="))
-    rows = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines]
-    return {row["PartitionName"]: row for row in rows}
+    rows: dict[str, dict[str, str]] = {}
+    for line in shown.splitlines():
+        if line.startswith("PartitionName="):
+            row = dict(re.findall(r"(\w+)=(\S*)", line))
+            rows[row["PartitionName"]] = row
+    return rows
 
 
 def _largest_jobs(sweep: Sweep) -> Iterator[tuple[str, ClusterSpec, int]]:

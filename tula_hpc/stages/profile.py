@@ -141,13 +141,12 @@ def _wrong(failures: Sequence[Ended]) -> list[Ended]:
 
 def parts_of(sweep: Sweep) -> list[Sweep]:
     """Return the sweep on each partition with enough nodes, with the sizes that fit there."""
-    named = sweep.cluster.by_name().items()
-    specs = ((sweep_for(sweep.spec, cluster), cluster, name) for name, cluster in named)
-    return [
-        sweep._replace(spec=spec, cluster=cluster, partition=name)
-        for spec, cluster, name in specs
-        if spec is not None
-    ]
+    parts = []
+    for name, cluster in sweep.cluster.by_name().items():
+        spec = sweep_for(sweep.spec, cluster)
+        if spec is not None:
+            parts.append(sweep._replace(spec=spec, cluster=cluster, partition=name))
+    return parts
 
 
 def _parts_without_room(sweep: Sweep, parts: Sequence[Sweep]) -> dict[str, str]:

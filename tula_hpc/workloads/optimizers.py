@@ -22,10 +22,10 @@ def norms_and_biases(model: nn.Module) -> list[nn.Parameter]:
     These are the parameters of normalization layers, and all vectors: biases, and the scales that
     some models have in addition to their weights.
     """
-    of_norms = set()
+    of_norms: set[int] = set()
     for module in model.modules():
         if isinstance(module, _NORMS):
-            of_norms |= {id(p) for p in module.parameters(recurse=False)}
+            of_norms.update(map(id, module.parameters(recurse=False)))
     return [p for p in model.parameters() if id(p) in of_norms or p.dim() <= 1]
 
 
@@ -82,9 +82,11 @@ def _layer_wise_groups(
     parameters: Sequence[nn.Parameter], exempt: Sequence[nn.Parameter]
 ) -> list[dict[str, Any]]:
     """Return groups for timm, which applies trust ratios with weight decay or `always_adapt`."""
-    names = {id(p) for p in exempt}
-    adapted = [p for p in parameters if id(p) not in names]
-    others = [p for p in parameters if id(p) in names]
+    exempt_ids = set(map(id, exempt))
+    adapted: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for p in parameters:
+        (others if id(p) in exempt_ids else adapted).append(p)
     groups = [{"params": adapted, "always_adapt": True}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
