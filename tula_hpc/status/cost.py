@@ -17,7 +17,7 @@ from tula_hpc.analysis.costs.usage import actual_use, job_runs, only_waiting_s
 from tula_hpc.config import ClusterSpec
 from tula_hpc.formatting import HOUR_S, format_money, format_number
 from tula_hpc.records import MAIN_LABEL, Configuration, JobAccount, Measurement, Record
-from tula_hpc.status.jobs import JobPhase, JobStatus
+from tula_hpc.status.jobs import JobPhase, JobStatus, in_phase, of_stage
 from tula_hpc.status.run_files import Facts
 
 WATTS_PER_KILOWATT = 1000.0
@@ -197,10 +197,12 @@ def cost_so_far(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) -
 
 
 def _priced(facts: Facts, stage: str, use: _Use) -> StageCost:
-    prices = {name: _price(facts, stage, name) for name in use.by_partition}
-    known = {name: price for name, price in prices.items() if price is not None}
-    costs = [use.by_partition[name] / HOUR_S * price for name, price in known.items()]
-    cost = sum(costs) if len(known) == len(prices) else None
+    costs = []
+    for name, node_seconds in use.by_partition.items():
+        price = _price(facts, stage, name)
+        if price is not None:
+            costs.append(node_seconds / HOUR_S * price)
+    cost = sum(costs) if len(costs) == len(use.by_partition) else None
     node_hours = sum(use.by_partition.values()) / HOUR_S
     return StageCost(node_hours=node_hours, cost=cost, source=use.source, queue_s=use.queue_s)
 
@@ -225,9 +227,8 @@ def _profiling(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) ->
         return by_accounting
     if by_accounting and _knows_all(jobs, "profile", accounted):
         return by_accounting._replace(queue_s=only_waiting_s(runs))
-    running = {
-        job.job_id for job in jobs if job.stage == "profile" and job.phase is JobPhase.RUNNING
-    }
+    profiling = of_stage(jobs, "profile")
+    running = {job.job_id for job in in_phase(profiling, JobPhase.RUNNING)}
     latest = {run.job_id: run for run in runs if run.job_id in running}
     used = [(run.job_id, run.node_seconds) for run in runs if run is not latest.get(run.job_id)]
     limit_s = _limit_s(facts, "profile")
@@ -247,19 +248,18 @@ def _training(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) -> 
 
 
 def _knows_all(jobs: Iterable[JobStatus], stage: str, accounted: Accounted) -> bool:
-    begun = [job for job in jobs if job.stage == stage and job.phase is not JobPhase.WAITING]
-    return all(job.job_id in accounted for job in begun)
+    return all(
+        job.job_id in accounted or job.phase is JobPhase.WAITING for job in of_stage(jobs, stage)
+    )
 
 
 def _by_accounting(
     facts: Facts, jobs: Sequence[JobStatus], stage: str, accounted: Accounted
 ) -> _Use | None:
-    known = [
-        (job.job_id, accounted[job.job_id])
-        for job in jobs
-        if job.stage == stage and job.job_id in accounted
-    ]
-    used = [(job_id, sum(run.node_seconds for run in runs)) for job_id, runs in known]
+    used = []
+    for job in of_stage(jobs, stage):
+        if job.job_id in accounted:
+            used.append((job.job_id, sum(run.node_seconds for run in accounted[job.job_id])))
     return _Use(_by_partition(facts, jobs, used), "sacct") if used else None
 
 
@@ -289,13 +289,10 @@ def _estimated_training(facts: Facts, jobs: Sequence[JobStatus]) -> _Use | None:
     }
     newest = {job.label: job.submitted_at for job in jobs}
     used = []
-    for job in jobs:
-        if job.stage == "train":
-            is_newest = newest[job.label] == job.submitted_at
-            seconds = _local_seconds(
-                facts, job, last_signs[job.job_id, job.submitted_at], is_newest
-            )
-            used.append((job.job_id, (job.nodes or 1) * seconds))
+    for job in of_stage(jobs, "train"):
+        is_newest = newest[job.label] == job.submitted_at
+        seconds = _local_seconds(facts, job, last_signs[job.job_id, job.submitted_at], is_newest)
+        used.append((job.job_id, (job.nodes or 1) * seconds))
     return _Use(_by_partition(facts, jobs, used), "events") if used else None
 
 

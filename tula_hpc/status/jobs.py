@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -61,6 +61,21 @@ class JobStatus(Record):
     def kind(self) -> str:
         """Return the stage, or "guard" for a controller's guard, to show."""
         return self.label if self.stage == "control" and self.label else self.stage
+
+
+def of_stage(jobs: Iterable[JobStatus], stage: str) -> list[JobStatus]:
+    """Return the jobs of one stage."""
+    return [job for job in jobs if job.stage == stage]
+
+
+def in_phase(jobs: Iterable[JobStatus], phase: JobPhase) -> list[JobStatus]:
+    """Return the jobs in one phase."""
+    return [job for job in jobs if job.phase is phase]
+
+
+def work_in(jobs: Iterable[JobStatus], phase: JobPhase) -> list[JobStatus]:
+    """Return the jobs in one phase, without controllers, which are meant to wait for the others."""
+    return [job for job in in_phase(jobs, phase) if job.stage != "control"]
 
 
 class Answer(NamedTuple):

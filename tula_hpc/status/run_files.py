@@ -107,6 +107,11 @@ class Facts(NamedTuple):
         """Return `local` or `slurm`; "" if the cluster file cannot be read."""
         return self.cluster.executor if self.cluster else ""
 
+    @property
+    def profiled(self) -> list[Measurement]:
+        """Return the measurements of profile jobs."""
+        return [row for row in self.measurements if row.stage == "profile"]
+
 
 def read_facts(run: RunDirectory) -> Facts:
     """Read all files that exist.

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from tula_hpc.analysis.models.profiles import is_out_of_memory
 from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
-from tula_hpc.records import MAIN_LABEL, is_usable
+from tula_hpc.records import MAIN_LABEL, Configuration, Measurement, is_usable
 from tula_hpc.records.broken_hosts import broken_hosts
 from tula_hpc.records.events import JobFailure
 from tula_hpc.retry_policy import NextStep, study_policy
 from tula_hpc.stages.context import most_profiled, profiling_left_s
 from tula_hpc.status.cost import Accounted, cost_so_far, promise_kept
-from tula_hpc.status.jobs import Answer, JobPhase, JobStatus, job_statuses
+from tula_hpc.status.jobs import Answer, JobPhase, JobStatus, in_phase, job_statuses, of_stage
 from tula_hpc.status.run_files import Facts
 from tula_hpc.status.run_status import (
     CommandStatus,
@@ -41,6 +41,8 @@ from tula_hpc.status.verdict import (
 # other states: 0
 EXIT_CODES: Mapping[State, int] = {"failed": 1, "stuck": 1, "stopped": 3, "over": 3, "unknown": 4}
 NO_ACCOUNT: Accounted = {}
+# partitions and configurations
+_Places = set[tuple[str, Configuration]]
 
 
 def describe(
@@ -105,24 +107,23 @@ def _without_idle_guards(jobs: Sequence[JobStatus]) -> list[JobStatus]:
 
 def _failures(facts: Facts, jobs: Sequence[JobStatus]) -> list[JobStatus]:
     """Return the failed jobs whose work no later job has done."""
-    rows = [row for row in facts.measurements if row.stage == "profile"]
-    known = {
-        (row.partition, row.configuration)
-        for row in rows
-        if is_usable(row) or is_out_of_memory(row)
-    }
+    rows = facts.profiled
+    known = _measured(row for row in rows if is_usable(row) or is_out_of_memory(row))
     lost = {row.job_id for row in rows if (row.partition, row.configuration) not in known}
     if not facts.plan:
         lost |= {job.job_id for job in jobs} - {row.job_id for row in rows}
     last = {(job.stage, job.label): job for job in jobs}
     done = {label for label, files in facts.trainings.items() if files.result is not None}
-    failed = [job for job in jobs if job.phase is JobPhase.FAILED]
     return [
         job
-        for job in failed
+        for job in in_phase(jobs, JobPhase.FAILED)
         if (job.job_id in lost if job.stage == "profile" else job is last[job.stage, job.label])
         and not (job.stage == "train" and job.label in done)
     ]
+
+
+def _measured(rows: Iterable[Measurement]) -> _Places:
+    return {(row.partition, row.configuration) for row in rows}
 
 
 def _detached(facts: Facts, jobs: Sequence[JobStatus]) -> DetachedStatus | None:
@@ -130,7 +131,7 @@ def _detached(facts: Facts, jobs: Sequence[JobStatus]) -> DetachedStatus | None:
     detached = facts.history.detached()
     if detached is None or facts.history.is_taken_over():
         return None
-    control = [job for job in jobs if job.stage == "control"]
+    control = of_stage(jobs, "control")
     last = {"job_id": control[-1].job_id, "phase": control[-1].phase} if control else {}
     return DetachedStatus.model_validate(
         {"since": detached.since, "until": detached.until or "report", **last}
@@ -138,49 +139,47 @@ def _detached(facts: Facts, jobs: Sequence[JobStatus]) -> DetachedStatus | None:
 
 
 def _profile(facts: Facts, jobs: Sequence[JobStatus]) -> ProfileStatus:
-    rows = [row for row in facts.measurements if row.stage == "profile"]
-    good, out, bad = (
-        {(row.partition, row.configuration) for row in rows if kind(row)}
-        for kind in (
-            is_usable,
-            is_out_of_memory,
-            lambda row: row.status == "failed" and not (is_out_of_memory(row) or row.is_left_out),
-        )
-    )
+    good, out, bad = _Places(), _Places(), _Places()
+    for row in facts.profiled:
+        place = (row.partition, row.configuration)
+        if is_usable(row):
+            good.add(place)
+        elif is_out_of_memory(row):
+            out.add(place)
+        elif row.status == "failed" and not row.is_left_out:
+            bad.add(place)
     return ProfileStatus(
         stand=_profile_stand(facts, jobs, bool(good), bool(bad)),
         measured=len(good),
         out_of_memory=len(out - good),
         failed=len(bad - good - out),
         wanted=_wanted(facts.spec, facts.cluster),
-        jobs=sum(job.stage == "profile" for job in jobs),
+        jobs=len(of_stage(jobs, "profile")),
         left_s=_profiling_left_s(facts, jobs),
     )
 
 
 def _profiling_left_s(facts: Facts, jobs: Sequence[JobStatus]) -> float | None:
-    phases = {job.job_id: job.phase for job in jobs if job.stage == "profile"}
+    phases = {job.job_id: job.phase for job in of_stage(jobs, "profile")}
     if JobPhase.RUNNING not in phases.values():
         return None
     submitted = facts.history.submissions("profile")
     going_on = [job for job in submitted if phases.get(job.job_id) in ALIVE]
     since = min(job.submitted_at for job in going_on)
-    rows = [row for row in facts.measurements if row.stage == "profile"]
-    recent = [row for row in rows if row.finished_at >= since]
-    known = {(row.partition, row.configuration) for row in recent}
+    recent = [row for row in facts.profiled if row.finished_at >= since]
     wanted = {(job.partition or "", each) for job in going_on for each in job.configurations}
-    left = len(wanted - known)
+    left = len(wanted - _measured(recent))
     # jobs of the adaptive search also measure what the search proposes later
     if facts.spec is not None and facts.spec.search.mode == "adaptive":
-        every = {(row.partition, row.configuration) for row in rows}
-        left = max(left, (_wanted(facts.spec, facts.cluster) or 0) - len(every))
+        every = len(_measured(facts.profiled))
+        left = max(left, (_wanted(facts.spec, facts.cluster) or 0) - every)
     return profiling_left_s(list(filter(is_usable, recent)), left, facts.now)
 
 
 def _profile_stand(facts: Facts, all_jobs: Sequence[JobStatus], good: bool, bad: bool) -> Stand:
     if facts.plan is not None or facts.history.ended_stage() == "profile" or _went_on(facts):
         return "done"
-    jobs = [job for job in all_jobs if job.stage == "profile"]
+    jobs = of_stage(all_jobs, "profile")
     phases = {job.phase for job in jobs}
     if phases & set(ALIVE):
         return "running" if JobPhase.RUNNING in phases else "waiting"

@@ -10,7 +10,7 @@ from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import command_line, first_line, plural
 from tula_hpc.records import Event
 from tula_hpc.stages.plan import why_no_model
-from tula_hpc.status.jobs import Answer, JobPhase, JobStatus
+from tula_hpc.status.jobs import Answer, JobPhase, JobStatus, in_phase, of_stage, work_in
 from tula_hpc.status.run_files import Facts
 from tula_hpc.status.run_status import DetachedStatus, ProfileStatus, State, StudyStatus
 from tula_hpc.status.trainings import TrainingStatus
@@ -33,7 +33,7 @@ class Parts(NamedTuple):
 
     def has(self, phase: JobPhase) -> bool:
         """Tell whether a job is in this phase."""
-        return any(job.phase is phase for job in self.jobs)
+        return bool(in_phase(self.jobs, phase))
 
     @property
     def is_unknown(self) -> bool:
@@ -161,22 +161,16 @@ def _stuck(parts: Parts) -> StateAndText | None:
 
 
 def _going_on(parts: Parts) -> StateAndText | None:
-    stages = [
-        job.stage for job in parts.jobs if job.phase is JobPhase.RUNNING and job.stage != "control"
-    ]
-    if stages:
-        verb = {"profile": "profiling", "train": "training"}.get(stages[-1], stages[-1])
+    if running := work_in(parts.jobs, JobPhase.RUNNING):
+        stage = running[-1].stage
+        verb = {"profile": "profiling", "train": "training"}.get(stage, stage)
         if parts.at_work:
             return "running", verb
         return "running", f"{verb}; {_no_command(parts, 'its end')}"
-    if parts.facts.holder.alive or any(
-        j.stage == "control" and j.phase is JobPhase.RUNNING for j in parts.jobs
-    ):
+    # a job that runs is a controller
+    if parts.facts.holder.alive or parts.has(JobPhase.RUNNING):
         return "running", _command_words(parts)
-    waiting = [
-        job for job in parts.jobs if job.phase is JobPhase.WAITING and job.stage != "control"
-    ]
-    if waiting:
+    if waiting := work_in(parts.jobs, JobPhase.WAITING):
         words = f"jobs of the stage {waiting[-1].stage} wait in the queue"
         if not parts.at_work:
             words += f"; {_no_command(parts, 'them')}"
@@ -188,7 +182,7 @@ def _going_on(parts: Parts) -> StateAndText | None:
 
 def _no_command(parts: Parts, what: str) -> str:
     holder = parts.facts.holder
-    controls = [job for job in parts.jobs if job.stage == "control"]
+    controls = of_stage(parts.jobs, "control")
     if controls and all(job.phase is JobPhase.OVER for job in controls):
         return f"its controller jobs are over, and no command waits for {what}: {AGAIN}"
     if holder.alive is None:
@@ -224,10 +218,10 @@ def _stage_failed(parts: Parts) -> StateAndText | None:
 
 
 def _failed(parts: Parts) -> StateAndText | None:
-    control = next((job for job in reversed(parts.jobs) if job.stage == "control"), None)
-    if control is not None and control.phase is JobPhase.FAILED and control is parts.jobs[-1]:
-        why = control.detail or "no reason on record"
-        return "failed", f"controller job {control.job_id}: {why}"
+    last = parts.jobs[-1] if parts.jobs else None
+    if last is not None and last.stage == "control" and last.phase is JobPhase.FAILED:
+        why = last.detail or "no reason on record"
+        return "failed", f"controller job {last.job_id}: {why}"
     if parts.is_unknown or parts.has(JobPhase.OVER):
         return None
     if parts.profile is not None and parts.profile.stand == "failed":
@@ -235,7 +229,7 @@ def _failed(parts: Parts) -> StateAndText | None:
     training, study = parts.training, parts.study
     falls_back = parts.facts.history.is_falling_back()
     if training is not None and training.stand == "failed" and not falls_back:
-        last = next(job for job in reversed(parts.jobs) if job.stage == "train")
+        last = of_stage(parts.jobs, "train")[-1]
         why = failure_words(last).rstrip(".")
         return "failed", f"training: {why}; {_trained_again(training, last)}"
     if study is not None and study.failed and (study.rates_failed or not study.left):
@@ -255,9 +249,9 @@ def _trained_again(training: TrainingStatus, last: JobStatus) -> str:
 
 
 def _over_or_unknown(parts: Parts) -> StateAndText | None:
-    over = [job.job_id for job in parts.jobs if job.phase is JobPhase.OVER]
+    over = in_phase(parts.jobs, JobPhase.OVER)
     if over:
-        what = f"job {over[0]} is over" if len(over) == 1 else f"{len(over)} jobs are over"
+        what = f"job {over[0].job_id} is over" if len(over) == 1 else f"{len(over)} jobs are over"
         return "over", f"{what}, not yet acted on: {AGAIN}"
     if parts.is_unknown:
         return (

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from tula_hpc.env import can_redraw
 from tula_hpc.files import write_out
 from tula_hpc.formatting import format_left, plural, printable, with_own_escapes
-from tula_hpc.status.jobs import JobPhase, JobStatus
+from tula_hpc.status.jobs import JobPhase, JobStatus, work_in
 from tula_hpc.status.run_status import RunStatus, State
 from tula_hpc.status.text import status_text
 
@@ -125,13 +125,7 @@ def state_line(status: RunStatus) -> str:
         parts.append(f"{round(status.training.epoch, 1):g}{of} epochs done")
     elif status.profile is not None:
         parts.append(f"{plural(status.profile.measured, 'configuration')} measured")
-    waiting = [
-        job
-        for job in status.jobs
-        # controller jobs are meant to wait for the others
-        if job.phase is JobPhase.WAITING and job.stage != "control"
-    ]
-    if waiting:
+    if waiting := work_in(status.jobs, JobPhase.WAITING):
         parts.append(_waits(waiting[0], len(waiting)))
     return ", ".join(parts)
 
