@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from tula_hpc.check.reports import (
     hosts_of,
     hosts_where,
     named,
+    workers_by_host,
 )
 from tula_hpc.check.site_verdicts import Topic, Verdict, failed, ok, warning
 from tula_hpc.config import ClusterSpec
@@ -44,15 +46,14 @@ def judge_interfaces(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Ite
     if lacking:
         example = next(host for report, host in known if report.hostname == lacking[0])
         unset = example.model_copy(update={"wanted_interface": ""})
-        usable = [each for each in unset.chosen_interfaces("gloo") if each.up]
-        there = ", ".join(map(_rate, usable)) or "none that is up"
+        there = ", ".join(map(_rate, unset.up_interfaces("gloo"))) or "none that is up"
         found = f"{variable}={wanted}, but {named(lacking)} has no interface of that name"
         yield failed(
             Topic.INTERFACES, found, f"set it in [environment] to one of: {there}", lacking
         )
         return
     chosen = {each.name: each for _, host in known for each in host.chosen_interfaces(backend)}
-    down = hosts_where(known, lambda host: not any(i.up for i in host.chosen_interfaces(backend)))
+    down = hosts_where(known, lambda host: not host.up_interfaces(backend))
     if wanted and down:
         found = f"{variable}={wanted}, which is down on {named(down)}"
         yield failed(
@@ -64,7 +65,7 @@ def judge_interfaces(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Ite
     ports = {each.name: each for _, host in known for each in host.interfaces if each.infiniband}
     if ports:
         shown += "; InfiniBand: " + ", ".join(map(_rate, ports.values()))
-    if not wanted and len(up) > 1 and len({report.hostname for report in reports}) > 1:
+    if not wanted and len(up) > 1 and len(workers_by_host(reports)) > 1:
         found = f"{variable} is not set, and there are {shown}"
         remedy = f"set {variable} in [environment] to the one that connects the nodes"
         yield warning(Topic.INTERFACES, found, remedy)
@@ -83,15 +84,19 @@ def judge_network(reports: Sequence[RankReport], networks: Sequence[str]) -> Ite
     if not networks:
         return
     shown = f"NCCL uses {', '.join(networks)}"
-    hosts = (host for _, host in hosts_of(reports))
-    ports = any(each.infiniband and each.up for host in hosts for each in host.interfaces)
-    if ports and "Socket" in networks:
+    if "Socket" in networks and _has_infiniband(reports):
         remedy = (
             "see NCCL_IB_HCA and NCCL_IB_DISABLE, and whether the container shows /dev/infiniband"
         )
         yield warning(Topic.INTERFACES, f"{shown}, although there is InfiniBand", remedy)
         return
     yield ok(Topic.INTERFACES, shown)
+
+
+def _has_infiniband(reports: Sequence[RankReport]) -> bool:
+    """Tell whether a port of InfiniBand is up on any node."""
+    ports = itertools.chain.from_iterable(host.interfaces for _, host in hosts_of(reports))
+    return any(each.infiniband and each.up for each in ports)
 
 
 def judge_collectives(reports: Sequence[RankReport]) -> Iterator[Verdict]:
@@ -139,15 +144,15 @@ def bus_rate(timed: AllReduce) -> float:
 
 def _link_gbs(reports: Sequence[RankReport], backend: str) -> float | None:
     """Return the rate of the interface between nodes, GB/s; None if it is not known."""
-    known = hosts_of(reports)
-    if len({report.hostname for report in reports}) < 2:
+    if len(workers_by_host(reports)) < 2:
         return None
     # NCCL prefers InfiniBand, but which of several ports it uses is not known
-    if backend == "nccl" and any(
-        each.infiniband and each.up for _, host in known for each in host.interfaces
-    ):
+    if backend == "nccl" and _has_infiniband(reports):
         return None
-    chosen = [[each for each in host.chosen_interfaces(backend) if each.up] for _, host in known]
-    if any(len(each) != 1 or each[0].mbit is None for each in chosen):
-        return None
-    return min(each[0].mbit or 0 for each in chosen) / 8000
+    rates = []
+    for _, host in hosts_of(reports):
+        up = host.up_interfaces(backend)
+        if len(up) != 1 or up[0].mbit is None:
+            return None
+        rates.append(up[0].mbit)
+    return min(rates) / 8000

@@ -288,11 +288,13 @@ def _networks(job: Submitted) -> list[str]:
 
 def _as_text(checks: Sequence[_Check], logs: str, width: int) -> str:
     lines: list[str] = []
+    verdicts: list[Verdict] = []
     for check in checks:
         if check.partition:
             lines += ["", f"partition {check.partition}"]
-        lines += [line for verdict in check.verdicts for line in _table_lines(verdict, width)]
-    verdicts = [verdict for check in checks for verdict in check.verdicts]
+        for verdict in check.verdicts:
+            lines += _table_lines(verdict, width)
+        verdicts += check.verdicts
     counts = Counter(verdict.level.value for verdict in verdicts)
     summary = ", ".join(
         f"{counts[level]} {level}" for level in ("failed", "warning", "ok") if counts[level]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tula_hpc.check.network_verdicts import GB, judge_collectives, judge_interfaces
 from tula_hpc.check.reports import (
@@ -16,6 +16,7 @@ from tula_hpc.check.reports import (
     hosts_of,
     hosts_where,
     named,
+    workers_by_host,
 )
 from tula_hpc.check.site_verdicts import Topic, Verdict, failed, ok, warning
 from tula_hpc.config import ClusterSpec, WorkloadSpec
@@ -101,7 +102,7 @@ def _judge_errors(reports: Sequence[RankReport]) -> Iterator[Verdict]:
         if not report.finished and last is not None and last not in report.errors:
             found[last, "the worker crashed or hung in this probe"].append(report.hostname)
     no_device = {text for probe, text in found if probe is Probe.DEVICE}
-    everywhere = {report.hostname for report in reports}
+    everywhere = set(workers_by_host(reports))
     for (probe, text), hosts in found.items():
         # other probes that need the device fail with the same error
         if text in no_device and probe is not Probe.DEVICE:
@@ -119,7 +120,7 @@ def _judge_errors(reports: Sequence[RankReport]) -> Iterator[Verdict]:
 
 
 def _judge_workers(reports: Sequence[RankReport], expected: int) -> Verdict:
-    hosts = Counter(report.hostname for report in reports)
+    hosts = workers_by_host(reports)
     found = f"{len(reports)} of {expected} on {named(hosts)}"
     if len(reports) < expected:
         remedy = "see the job's logs; all nodes must see this folder and the Python environment"
@@ -149,7 +150,7 @@ def _judge_devices(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Itera
     if cluster.device == "cpu":
         if len(names) == 1:
             yield ok(Topic.DEVICES, kinds)
-        yield ok(Topic.VERSIONS, f"torch {_versions(device.torch for _, device in known)}")
+        yield ok(Topic.VERSIONS, f"torch {_versions(known, lambda device: device.torch)}")
         return
     ranks: dict[tuple[str, str], list[RankReport]] = defaultdict(list)
     for report, device in known:
@@ -161,15 +162,15 @@ def _judge_devices(cluster: ClusterSpec, reports: Sequence[RankReport]) -> Itera
         yield ok(Topic.DEVICES, f"{kinds}, each worker with one of its own")
     yield from _judge_kernels(known)
     yield from _judge_device_memory(cluster, known)
-    devices = [device for _, device in known]
-    torch = _versions(device.torch for device in devices)
-    driver = _versions(device.driver for device in devices)
-    nccl = _versions(device.nccl for device in devices)
+    torch = _versions(known, lambda device: device.torch)
+    driver = _versions(known, lambda device: device.driver)
+    nccl = _versions(known, lambda device: device.nccl)
     yield ok(Topic.VERSIONS, f"torch {torch}, driver {driver}, NCCL {nccl}")
 
 
-def _versions(found: Iterable[str]) -> str:
-    return ", ".join(sorted(set(found) - {""})) or "unknown"
+def _versions(known: Known, version: Callable[[Device], str]) -> str:
+    found = {version(device) for _, device in known}
+    return ", ".join(sorted(found - {""})) or "unknown"
 
 
 def _judge_given(reports: Sequence[RankReport]) -> Iterator[Verdict]:
@@ -303,7 +304,7 @@ def _loader_processes(workload: WorkloadSpec) -> int:
 
 
 def _judge_shm(workload: WorkloadSpec, reports: Sequence[RankReport]) -> Verdict:
-    per_host = Counter(report.hostname for report in reports)
+    per_host = workers_by_host(reports)
     tight = []
     for report, host in hosts_of(reports):
         processes = _loader_processes(workload) * per_host[report.hostname]

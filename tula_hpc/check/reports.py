@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from typing import TypeVar
@@ -78,6 +79,10 @@ class Host(Record):
         if not wanted or self.wanted_interface.startswith("^"):
             return False
         return not self.chosen_interfaces(backend)
+
+    def up_interfaces(self, backend: str) -> list[Interface]:
+        """Return the interfaces that collectives over sockets may use and that are up."""
+        return [each for each in self.chosen_interfaces(backend) if each.up]
 
     def chosen_interfaces(self, backend: str) -> list[Interface]:
         """Return the interfaces that collectives over sockets may use, by the libraries' own rules.
@@ -204,6 +209,11 @@ class RankReport(Record):
     at_work_on: Probe | None = None
     errors: dict[Probe, str] = Field(default={})
     finished: bool = False
+
+
+def workers_by_host(reports: Iterable[RankReport]) -> Counter[str]:
+    """Count the workers on each host."""
+    return Counter(report.hostname for report in reports)
 
 
 def having(

@@ -140,7 +140,7 @@ def enforces_accounts(config: dict[str, str]) -> bool:
 def _shown_partitions(*options: str) -> tuple[list[dict[str, str]], str]:
     shown = ask("scontrol", "show", "partition", *options, "--oneliner")
     lines = (line for line in shown.splitlines() if line.startswith("PartitionName="))
-    return [slurm.fields_of(line) for line in lines], shown
+    return list(map(slurm.fields_of, lines)), shown
 
 
 def _is_chosen(partition: dict[str, str], wanted: Collection[str]) -> bool:

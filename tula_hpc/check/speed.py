@@ -96,12 +96,12 @@ def why_skipped(
     if report.device is not None:
         # on CPUs every worker counts as a device of its own
         device = f"{report.hostname} {report.device.uuid or place.rank}"
-    found = [json.loads(each) for each in peers.exchange(json.dumps([lacks, device]))]
+    found = map(json.loads, peers.exchange(json.dumps([lacks, device])))
+    lacking, devices = zip(*found, strict=True)
     if peers.store is None:
         return Skip.NOT_MET
-    if any(lacks for lacks, _ in found):
+    if any(lacking):
         return Skip.MISSING_INTERFACE
-    devices = [device for _, device in found]
     if None in devices:
         return Skip.NO_DEVICE
     return Skip.SHARED_DEVICE if len(set(devices)) < len(devices) else None
