@@ -25,7 +25,9 @@ from tula_hpc.init.syntax import (
     holder_of,
     imported_by,
     keys_of,
+    keywords_of,
     last_name,
+    nodes_in,
     saved_in,
     value_of,
 )
@@ -186,8 +188,7 @@ def read_options(path: Path, *, takes_keys: bool = False) -> ScriptOptions:
     # options whose value the script computes, as CleanRL's batch_size: int = 0
     computed = computed_in(tree)
     options = [each for each in declared if each.default != 0 or computed.isdisjoint(each.names)]
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names = set(map(last_name, ast.walk(tree)))
     names |= {name.rpartition(".")[2] for name in imported_by(tree)}
     if names & {"TrainingArguments", "Seq2SeqTrainingArguments"} and "HfArgumentParser" in names:
         options += _HUGGING_FACE
@@ -213,7 +214,7 @@ def read_options(path: Path, *, takes_keys: bool = False) -> ScriptOptions:
         or any(re.search("save|checkpoint", name.lower()) for name in names),
         is_kept=not names.isdisjoint(_KEEPING) and "tula_hpc.attach" in imported_by(tree),
         command=command,
-        is_in_package=any(isinstance(n, ast.ImportFrom) and n.level > 0 for n in ast.walk(tree)),
+        is_in_package=any(node.level > 0 for node in nodes_in(tree, ast.ImportFrom)),
         shares_passes=_is_divided(roles["accumulation"], _OF_WORKERS, tree),
         shares_batch=_is_divided(roles["batch"], _OF_RANKS, tree),
     )
@@ -280,13 +281,11 @@ def _declared(tree: ast.Module) -> Iterator[Option]:
     constants = constants_of(tree)
     parsers = _Parsers(tree)
     of_click = _commands_of_click(tree)
-    for call in ast.walk(tree):
-        if not isinstance(call, ast.Call):
-            continue
+    for call in nodes_in(tree, ast.Call):
         name = last_name(call.func)
         values = [arg.value for arg in call.args if isinstance(arg, ast.Constant)]
         texts = [value for value in values if isinstance(value, str)]
-        given = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+        given = keywords_of(call)
         if name.startswith("DEFINE_") and texts:
             default = value_of(call.args[1], constants) if len(call.args) > 1 else None
             takes_value = name not in ("DEFINE_bool", "DEFINE_boolean")
@@ -301,18 +300,18 @@ class _Parsers:
     """Variables that hold argparse's parsers, and the subcommand of each parser."""
 
     def __init__(self, tree: ast.Module) -> None:
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        with_commands = [call.func for call in calls if last_name(call.func) == "add_subparsers"]
-        self.programs = {holder_of(function) for function in with_commands} - {""}
+        self.programs: set[str] = set()
+        for call in nodes_in(tree, ast.Call):
+            if last_name(call.func) == "add_subparsers":
+                self.programs.add(holder_of(call.func))
+        self.programs.discard("")
         # line, variable and subcommand: a variable may hold one parser after another
         self.made: list[tuple[int, str, str | None]] = []
-        made = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
-        for node in sorted(made, key=lambda each: each.lineno):
+        for node in sorted(nodes_in(tree, ast.Assign), key=lambda each: each.lineno):
             if isinstance(node.value, ast.Call):
-                names = [each.id for each in node.targets if isinstance(each, ast.Name)]
-                self.made += [
-                    (node.lineno, name, self._made_by(node.value, name)) for name in names
-                ]
+                for each in node.targets:
+                    if isinstance(each, ast.Name):
+                        self.made.append((node.lineno, each.id, self._made_by(node.value, each.id)))
 
     def _made_by(self, call: ast.Call, variable: str) -> str | None:
         kind = last_name(call.func)
@@ -337,7 +336,7 @@ class _Parsers:
 
 def _commands_of_click(tree: ast.Module) -> dict[ast.Call, str | None]:
     """Return the subcommand of each option's decorator; None: it stands before any subcommand."""
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    functions = nodes_in(tree, ast.FunctionDef)
     groups = {each.name for each in functions if "group" in map(last_name, each.decorator_list)}
     commands: dict[ast.Call, str | None] = {}
     for each in functions:
@@ -390,10 +389,10 @@ def _made(tree: ast.Module) -> Iterator[Option]:
     is_absl = any(name.startswith("absl") for name in imported_by(tree))
     making = _MAKERS - {"run"} if is_absl else _MAKERS
     makers: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and last_name(node.func) in making:
-            for argument in node.args:
-                makers |= {each.id for each in ast.walk(argument) if isinstance(each, ast.Name)}
+    for call in nodes_in(tree, ast.Call):
+        if last_name(call.func) in making:
+            for argument in call.args:
+                makers |= {each.id for each in nodes_in(argument, ast.Name)}
     constants = constants_of(tree)
     # without click's commands, whose options `_declared` finds
     commands: dict[str, str | None] = {**dict.fromkeys(makers, ""), **_commands_of_typer(tree)}
@@ -449,7 +448,7 @@ def _of_name(name: str, value: ast.expr | None, constants: dict[str, Any]) -> Op
         texts = [value_of(argument, constants) for argument in value.args]
         flags = [text for text in texts if isinstance(text, str) and text.startswith("--")]
         flag = flags[0].partition("/")[0] if flags else flag
-        keywords = {keyword.arg: keyword.value for keyword in value.keywords}
+        keywords = keywords_of(value)
         value = keywords.get("default", value.args[0] if value.args else None)
         is_required = isinstance(value, ast.Constant) and value.value is ...
     default = value_of(value, constants)
@@ -459,7 +458,7 @@ def _of_name(name: str, value: ast.expr | None, constants: dict[str, Any]) -> Op
 def _takes_keys(tree: ast.Module) -> bool:
     """Tell whether a script takes keys of its configuration, by Hydra or by OmegaConf itself."""
     imported = imported_by(tree)
-    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    functions = nodes_in(tree, ast.FunctionDef)
     decorators = itertools.chain.from_iterable(each.decorator_list for each in functions)
     if "hydra" in imported and "main" in map(last_name, decorators):
         return True

@@ -111,9 +111,11 @@ def _place(
     partition = partition_of(fields, config)
     kinds = _kinds_of([group for group in nodes_of(partition.name) if group.usable])
     nodes = kinds[-1] if kinds else None
-    items = requested_gres(nodes.gres if nodes else "")
-    gpus = [(kind, count) for name, kind, count in items if name == "gpu"]
-    gpu_types = {kind for kind, _ in gpus}
+    gpus, gpu_types = 0.0, set()
+    for name, kind, count in requested_gres(nodes.gres if nodes else ""):
+        if name == "gpu":
+            gpus += count
+            gpu_types.add(kind)
     accounts = [each for each in of_user if each.partition in ("", partition.name)]
     allowed = _allowed(fields, accounts)
     named = users_default("account")
@@ -129,7 +131,7 @@ def _place(
         is_default=fields.get("Default") == "YES",
         nodes=nodes,
         others=max(0, len(kinds) - 1),
-        gpus=int(sum(count for _, count in gpus)),
+        gpus=int(gpus),
         # with several types, a job may get any of them
         gpu_type=gpu_types.pop() if len(gpu_types) == 1 else "",
         account=named or (account.account if account else ""),

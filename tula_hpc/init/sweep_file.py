@@ -293,11 +293,10 @@ _EXAMPLES = {"samples": 2**30, "epochs": 10, "arguments": ["{local_batch}"]}
 
 def required_keys(text: str) -> list[str]:
     """Return the keys of a sweep file that have to be filled in."""
-    asked = [key for key in unknown_keys(text) if key in _EXAMPLES]
-    # a file that `tula init` did not write may lack these without a line that asks for them
-    asked += [key for key in ("samples", "arguments") if key not in asked]
+    # a file that `tula init` did not write may lack these two without a line that asks for them
+    asked = dict.fromkeys((*unknown_keys(text), "samples", "arguments"))
     # a key that is set is not required, even if another line asks for further `arguments`
-    return [key for key in asked if not _has(text, key)]
+    return [key for key in asked if key in _EXAMPLES and not _has(text, key)]
 
 
 def _has(text: str, key: str) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
-import itertools
 import math
 import re
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 # name of a file, perhaps with *; not below a folder whose first part is computed
 _FILE = re.compile(r"[\w./-][\w./*-]*\.[a-z]+")
@@ -20,6 +21,11 @@ def keys_of(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Attribute) and (before := keys_of(node.value)):
         return [*before, node.attr]
     return []
+
+
+def nodes_in(tree: ast.AST, kind: type[T]) -> list[T]:
+    """Return all nodes of a kind in a syntax tree."""
+    return [node for node in ast.walk(tree) if isinstance(node, kind)]
 
 
 def imported_by(tree: ast.Module) -> set[str]:
@@ -36,33 +42,30 @@ def imported_by(tree: ast.Module) -> set[str]:
 def computed_in(tree: ast.Module) -> set[str]:
     """Return the attributes that a program sets without using what they were before."""
     attributes: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign):
-            used = {each.attr for each in ast.walk(node.value) if isinstance(each, ast.Attribute)}
-            attributes |= {
-                each.attr for each in node.targets if isinstance(each, ast.Attribute)
-            } - used
+    for node in nodes_in(tree, ast.Assign):
+        used = {each.attr for each in nodes_in(node.value, ast.Attribute)}
+        attributes |= {each.attr for each in node.targets if isinstance(each, ast.Attribute)} - used
     return attributes
 
 
 def compared_in(tree: ast.Module, names: Collection[str]) -> set[str]:
     """Return the texts with which a program compares a variable or attribute of these names."""
     texts: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Compare) and last_name(node.left) in names:
-            values = (value_of(other, {}) for other in node.comparators)
+    for name, values in _comparisons(tree):
+        if name in names:
             texts |= {value for value in values if isinstance(value, str) and value}
     return texts
 
 
 def compared_with(tree: ast.Module, text: str) -> set[str]:
     """Return the names of variables and attributes that a program compares with a text."""
-    compared = [node for node in ast.walk(tree) if isinstance(node, ast.Compare)]
-    return {
-        last_name(each.left)
-        for each in compared
-        if any(value_of(other, {}) == text for other in each.comparators)
-    }
+    return {name for name, values in _comparisons(tree) if text in values}
+
+
+def _comparisons(tree: ast.Module) -> Iterator[tuple[str, list[Any]]]:
+    """Yield what stands on the left of each comparison by its last name, and the other values."""
+    for node in nodes_in(tree, ast.Compare):
+        yield last_name(node.left), [value_of(other, {}) for other in node.comparators]
 
 
 def saved_in(tree: ast.Module) -> list[str]:
@@ -132,9 +135,17 @@ def last_name(node: ast.AST | None) -> str:
 
 def given_in(tree: ast.Module, keyword: str) -> list[Any]:
     """Return the literal values that calls in a program give to a keyword."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    given = itertools.chain(*(call.keywords for call in calls))
-    return [value_of(each.value, {}) for each in given if each.arg == keyword]
+    values = []
+    for call in nodes_in(tree, ast.Call):
+        given = keywords_of(call)
+        if keyword in given:
+            values.append(value_of(given[keyword], {}))
+    return values
+
+
+def keywords_of(call: ast.Call) -> dict[str, ast.expr]:
+    """Return what a call gives to its keywords."""
+    return {each.arg: each.value for each in call.keywords if each.arg}
 
 
 def holder_of(function: ast.expr) -> str:
