@@ -267,7 +267,7 @@ class WorkerPeers:
         """
         self._leave(rank)
         ends = time.monotonic() + LEAVE_S
-        everybody = [f"left/{self.run_id}/{each}" for each in range(world_size)]
+        everybody = self._keys("left", world_size)
         while not self.store.check(everybody) and time.monotonic() < ends:
             time.sleep(0.05)
 
@@ -293,15 +293,19 @@ class WorkerPeers:
 
     def are_all_quiet(self, world_size: int) -> bool:
         """Tell whether the scripts of all workers are quiet."""
-        keys = [f"quiet/{self.run_id}/{rank}" for rank in range(world_size)]
+        keys = self._keys("quiet", world_size)
         if not self.store.check(keys):
             return False
         return all(self.store.get(key).decode() == str(True) for key in keys)
 
     def outcomes(self, world_size: int) -> list[ProcessEnd]:
         """Return the outcomes of all workers of the start, once all have announced theirs."""
-        keys = [f"outcome/{self.run_id}/{rank}" for rank in range(world_size)]
+        keys = self._keys("outcome", world_size)
         return [parse_record(ProcessEnd, self.store.get(key)) for key in keys]
+
+    def _keys(self, what: str, world_size: int) -> list[str]:
+        """Return the keys of all workers."""
+        return [f"{what}/{self.run_id}/{rank}" for rank in range(world_size)]
 
 
 def watch(

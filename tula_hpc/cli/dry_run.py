@@ -96,13 +96,11 @@ def _describe(spec: SweepSpec, cluster: ClusterSpec, root: Path, *, trains: bool
         raise InputError("\n".join(refusals))
     lines += filter(None, refusals)
     begun = [each for each, words in zip(begun, refusals, strict=True) if not words]
-    lines += [line for beginning in begun for line in _profiling(beginning)]
-    scripts = [
-        script
-        for each in begun
-        for wave in each.waves
-        for script in _scripts(each.part, "profile", wave.nodes, wave.tasks)
-    ]
+    scripts: list[Script] = []
+    for each in begun:
+        lines += _profiling(each)
+        for wave in each.waves:
+            scripts += _scripts(each.part, "profile", wave.nodes, wave.tasks)
     profiling = Preview(lines, scripts)
     return _with_training(sweep, begun, profiling) if trains else profiling
 
@@ -114,13 +112,10 @@ def _with_training(sweep: Sweep, begun: Iterable[Beginning], profiling: Preview)
         lines = [_planned_training(there, chosen)]
         scripts = list(_scripts(there, "train", chosen.nodes))
     else:
-        parts = parts_of(sweep)
-        lines = list(map(_training, parts))
-        scripts = [
-            script
-            for part in parts
-            for script in _scripts(part, "train", max(part.spec.search.cluster_sizes))
-        ]
+        lines, scripts = [], []
+        for part in parts_of(sweep):
+            lines.append(_training(part))
+            scripts += _scripts(part, "train", max(part.spec.search.cluster_sizes))
     return Preview([*profiling.words, *lines], [*profiling.scripts, *scripts])
 
 

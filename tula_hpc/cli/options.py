@@ -178,9 +178,11 @@ def _load_without_paths(
         raise mistake from None
     if not spec.search.estimate:
         return spec, cluster
-    own = [name for name in spec.workload.entry_points if not Path(name).exists()]
-    modules = [name.partition(":")[0] for name in own]
-    lacking = [module for module in modules if not find_source(module)]
+    lacking = []
+    for name in spec.workload.entry_points:
+        module = name.partition(":")[0]
+        if not Path(name).exists() and not find_source(module):
+            lacking.append(module)
     # `mistake` already says where these files are, or how to write their names
     next_to_sweep = (module_files(options.sweep.parent, module) for module in lacking)
     files = (module.removesuffix(".py") for module in lacking if module.endswith(".py"))

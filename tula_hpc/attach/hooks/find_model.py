@@ -87,16 +87,20 @@ def name_of(model: nn.Module) -> str:
     """Return the class name of a model, by the outermost module around it that is no wrapper."""
     if isinstance(model, DistributedDataParallel):
         return type(_unwrapped(model.module)).__name__
-    around = modules_with(set(model.parameters()))
-    inner = (each for each in around if not isinstance(each, WRAPPERS))
-    own = (each for each in inner if not any(hasattr(each, name) for name in WRAPPED))
-    names = [type(module).__name__ for module in own]
-    return names[-1] if names else type(model).__name__
+    for module in reversed(modules_with(set(model.parameters()))):
+        if not isinstance(module, WRAPPERS) and _inner_of(module) is None:
+            return type(module).__name__
+    return type(model).__name__
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    inner = next((name for name in WRAPPED if hasattr(model, name)), None)
+    inner = _inner_of(model)
     return model if inner is None else _unwrapped(getattr(model, inner))
+
+
+def _inner_of(model: nn.Module) -> str | None:
+    """Return the attribute in which a wrapper holds the model; None: it is no such wrapper."""
+    return next((name for name in WRAPPED if hasattr(model, name)), None)
 
 
 def as_wrapped(model: nn.Module) -> nn.Module:
@@ -147,7 +151,7 @@ def parameters_of(optimizer: Optimizer) -> set[Tensor]:
 
 def trained_parameters() -> set[Tensor]:
     """Return the parameters of all optimizers, whether these have stepped or not."""
-    return {p for optimizer in objects_of(Optimizer) for p in parameters_of(optimizer)}
+    return set[Tensor]().union(*map(parameters_of, objects_of(Optimizer)))
 
 
 def why_unheld(optimizer: Optimizer) -> str:

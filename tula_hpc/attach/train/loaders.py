@@ -114,13 +114,18 @@ def set_generator_states(loader: Any, states: list[str], done: list[object] | No
     known = [] if done is None else done
     numbers = [state for state in states if not state.startswith(PASSES)]
     for generator, state in zip(_generators(loader), numbers, strict=False):
-        if all(generator is not each for each in known):
+        if not _holds(known, generator):
             generator.set_state(_tensor(state))
             known.append(generator)
     for name, state in zip(_counters(loader), states[len(numbers) :], strict=False):
-        if all(loader is not each for each in known):
+        if not _holds(known, loader):
             setattr(loader, name, int(state.removeprefix(PASSES)))
             known.append(loader)
+
+
+def _holds(known: Sequence[object], wanted: object) -> bool:
+    """Tell whether this very object is known, not an equal one."""
+    return any(each is wanted for each in known)
 
 
 def _text(state: torch.Tensor) -> str:
@@ -147,7 +152,7 @@ def _generators(loader: object) -> list[torch.Generator]:
     found: list[torch.Generator] = []
     for holder, name in holders:
         generator = getattr(holder, name, None)
-        if isinstance(generator, torch.Generator) and all(generator is not g for g in found):
+        if isinstance(generator, torch.Generator) and not _holds(found, generator):
             found.append(generator)
     return found
 
