@@ -122,6 +122,11 @@ class ScalingCurve(NamedTuple):
         """Row of N₀, with which the others are compared."""
         return self.rows[0]
 
+    @property
+    def nodes(self) -> list[int]:
+        """Number of nodes of each row."""
+        return [row.nodes for row in self.rows]
+
     def measured_speed_up(self, row: ScalingRow) -> float | None:
         """Return the speed-up of measured steps; None unless the row and N₀ were measured."""
         if row.measured_step_s is None or self.base.measured_step_s is None:

@@ -230,6 +230,11 @@ class RunContents(NamedTuple):
         return sorted(sizes)
 
     @property
+    def labels(self) -> list[str]:
+        """Labels of the trainings that have logged something."""
+        return [training.label for training in self.trainings]
+
+    @property
     def ok(self) -> list[Measurement]:
         """Measurements with credible times, by N and local batch."""
         timed = [

@@ -188,6 +188,11 @@ class Entry(NamedTuple):
     mark: Mark = ""
 
     @property
+    def without_score(self) -> dict[str, int]:
+        """Return how many runs ended without a score, or have not ended, by how they ended."""
+        return {"diverged": self.diverged, "failed": self.failed, "missing": self.missing}
+
+    @property
     def settled(self) -> bool:
         """Return whether a run finished or diverged, so that there is a result to compare."""
         return self.test is not None or self.diverged > 0
@@ -218,6 +223,11 @@ class StudyTable(NamedTuple):
     def best(self, batch: int) -> Entry | None:
         """Return the first of the leaders; None if there are none."""
         return next(iter(self.leaders(batch)), None)
+
+    @property
+    def settled(self) -> list[Entry]:
+        """Return the entries with a result to compare."""
+        return [entry for entry in self.entries.values() if entry.settled]
 
     @property
     def has_deviations(self) -> bool:
@@ -392,12 +402,12 @@ def answer(table: StudyTable) -> str:
 
 def _why_none(table: StudyTable) -> str:
     """Say why no batch has a best method although methods can be compared."""
-    settled = [entry for entry in table.entries.values() if entry.settled]
-    if not any(entry.test for entry in settled):
+    if not any(entry.test for entry in table.settled):
         return "all diverged"
-    if all(entry.diverged for entry in settled):
+    diverged = [entry.diverged for entry in table.settled]
+    if all(diverged):
         return "each diverged in some run"
-    if any(entry.diverged for entry in settled):
+    if any(diverged):
         return "all are equal, or each diverged in some run"
     return "all are equal"
 
@@ -409,15 +419,17 @@ def signed(share: float) -> str:
 
 def no_result(table: StudyTable) -> str:
     """Say why no entry has a result: trainings are still missing, or all diverged or failed."""
-    entries = table.entries.values()
-    if any(entry.missing for entry in entries):
+    counts: Counter[str] = Counter()
+    for entry in table.entries.values():
+        counts.update(entry.without_score)
+    if counts["missing"]:
         return "no training has a result yet"
-    counts = {
-        "diverged": sum(entry.diverged for entry in entries),
-        "failed": sum(entry.failed for entry in entries),
-    }
-    ends = [f"{count} {name}" for name, count in counts.items() if count]
-    return f"all trainings are over without a result: {listed(ends)}"
+    return f"all trainings are over without a result: {listed(counted(counts))}"
+
+
+def counted(counts: Mapping[str, int]) -> list[str]:
+    """Return for example "2 diverged", "1 failed"."""
+    return [f"{count} {name}" for name, count in counts.items() if count]
 
 
 def csv_rows(table: StudyTable) -> list[dict[str, str | int | float | None]]:

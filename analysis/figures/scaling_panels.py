@@ -38,6 +38,11 @@ class PanelQuantity(NamedTuple):
     durations: bool = False
     share: bool = False
 
+    def add(self, value: Interval, measured: float | None) -> None:
+        """Add the entry of one row."""
+        self.values.append(value)
+        self.measured.append(measured)
+
 
 def draw_strong_scaling(run: RunContents, scaling: NodeScaling | None = None) -> Drawing | Missing:
     """Draw how one global batch scales over the nodes; `scaling` is that of the run, if known."""
@@ -53,7 +58,7 @@ def _draw(curve: ScalingCurve, run: RunContents) -> Drawing | Missing:
     if curve.why:
         return Missing(curve.name, f"{curve.kind} scaling", curve.why)
     title = finding(curve)
-    sizes = [row.nodes for row in curve.rows]
+    sizes = curve.nodes
     chosen = run.plan.chosen.nodes if run.plan else None
     with style.new_figure(title, 4.7, ratios=(1, 1), columns=2) as (figure, panels):
         for place, (axes, quantity) in enumerate(zip(panels, _quantities(curve), strict=True)):
@@ -70,27 +75,25 @@ def _draw(curve: ScalingCurve, run: RunContents) -> Drawing | Missing:
 
 
 def _quantities(curve: ScalingCurve) -> tuple[PanelQuantity, ...]:
-    rows = curve.rows
     base = curve.base.nodes
-    speed_ups = [curve.measured_speed_up(row) for row in rows]
-    pairs = zip(speed_ups, rows, strict=True)
-    efficiencies = [None if gain is None else gain * base / row.nodes for gain, row in pairs]
-    label = "time of an epoch"
-    times = [row.epoch_s for row in rows]
-    measured = [row.measured_epoch_s for row in rows]
-    if curve.kind == "weak":
-        label = "time of a step"
-        times = [row.step_s for row in rows]
-        measured = [row.measured_step_s for row in rows]
-    faster = [row.nodes / base for row in rows]
-    shares = [row.efficiency for row in rows]
-    hours = [row.node_hours for row in rows]
-    return (
-        PanelQuantity(label, times, measured, durations=True),
-        PanelQuantity(f"speed-up over N = {base}", [r.speed_up for r in rows], speed_ups, faster),
-        PanelQuantity("efficiency", shares, efficiencies, [1.0] * len(rows), share=True),
-        PanelQuantity("node-hours of the training", hours, [None] * len(rows)),
-    )
+    is_weak = curve.kind == "weak"
+    perfect: list[float] = []
+    label = "time of a step" if is_weak else "time of an epoch"
+    times = PanelQuantity(label, [], [], durations=True)
+    speed_ups = PanelQuantity(f"speed-up over N = {base}", [], [], perfect)
+    shares = PanelQuantity("efficiency", [], [], [1.0] * len(curve.rows), share=True)
+    hours = PanelQuantity("node-hours of the training", [], [])
+    for row in curve.rows:
+        if is_weak:
+            times.add(row.step_s, row.measured_step_s)
+        else:
+            times.add(row.epoch_s, row.measured_epoch_s)
+        gain = curve.measured_speed_up(row)
+        speed_ups.add(row.speed_up, gain)
+        perfect.append(row.nodes / base)
+        shares.add(row.efficiency, None if gain is None else gain * base / row.nodes)
+        hours.add(row.node_hours, None)
+    return times, speed_ups, shares, hours
 
 
 def _value_axis(axes: Axes, quantity: PanelQuantity) -> None:
@@ -110,7 +113,7 @@ def _value_axis(axes: Axes, quantity: PanelQuantity) -> None:
 def _draw_panel(
     axes: Axes, curve: ScalingCurve, quantity: PanelQuantity, chosen: int | None
 ) -> None:
-    sizes = [row.nodes for row in curve.rows]
+    sizes = curve.nodes
     if quantity.ideal:
         axes.plot(sizes, quantity.ideal, ":", color=style.MUTED.light, linewidth=1.3, zorder=1)
     values, lows, highs = zip(*quantity.values, strict=True)
@@ -202,7 +205,7 @@ def _caption(curve: ScalingCurve, chosen: int | None) -> str:
     ]
     if any(row.basis == "extrapolated" for row in curve.rows):
         sentences.append("Dashed lines and diamonds are extrapolated beyond what was profiled.")
-    if chosen in [row.nodes for row in curve.rows]:
+    if chosen in curve.nodes:
         sentences.append("The ring marks the chosen N.")
     if left_out := node_scaling.describe_left_out(curve.left_out):
         sentences.append(f"Left out: {left_out}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Literal, NamedTuple
@@ -58,14 +59,14 @@ def stretches(run: RunContents) -> list[Stretch]:
     """Return the waits and runs of all profile jobs and trainings, ordered by their start."""
     history = RunHistory(run.events)
     found = [*_profiling(run, history)]
-    signs = history.signs()
-    submitted = history.submissions("train")
-    labels = [one.label for one in run.trainings]
-    labels += [sign.label for sign in signs] + [job.label for job in submitted]
-    for label in dict.fromkeys(labels):
-        mine = [sign for sign in signs if sign.label == label]
-        jobs = [job for job in submitted if job.label == label]
-        found += _training(run, label, jobs, mine)
+    signs: defaultdict[str, list[Sign]] = defaultdict(list)
+    for sign in history.signs():
+        signs[sign.label].append(sign)
+    jobs: defaultdict[str, list[Submission]] = defaultdict(list)
+    for job in history.submissions("train"):
+        jobs[job.label].append(job)
+    for label in dict.fromkeys([*run.labels, *signs, *jobs]):
+        found += _training(run, label, jobs[label], signs[label])
     return sorted(found, key=lambda one: (one.begin, one.end))
 
 
@@ -264,9 +265,8 @@ def _caption(found: Sequence[Stretch], rows: Sequence[str]) -> str:
         )
     if any(one.is_interrupted for one in found):
         text += "A cross marks where a preemption, a time limit or a failure ended a run. "
-    count = len({one.row for one in found})
-    if count > len(rows):
-        text += f"Of {count:,} rows {len(rows)} are drawn, evenly spread. "
+    if len(last) > len(rows):
+        text += f"Of {len(last):,} rows {len(rows)} are drawn, evenly spread. "
     if len(found) > MOST_STRETCHES:
         text += f"Of {len(found):,} waits and runs {MOST_STRETCHES:,} are shown, evenly spread. "
     return text.strip()

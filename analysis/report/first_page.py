@@ -110,8 +110,10 @@ def _without_plan(run: RunContents) -> Iterator[str]:
     others = "".join(f", {number} {end}" for end, number in ends.items() if number)
     yield f"{measured}{others or ' so far'}."
     epochs = {}
-    for name in sorted({item.partition for item in ok}):
-        rows = [item for item in ok if item.partition == name]
+    by_partition: dict[str, list[Measurement]] = {}
+    for item in ok:
+        by_partition.setdefault(item.partition, []).append(item)
+    for name, rows in sorted(by_partition.items()):
         for configuration, seconds in run_contents.measured_epochs(rows, 0).items():
             epochs[name, configuration] = seconds
     if epochs:
@@ -212,15 +214,14 @@ def _took(run: RunContents) -> Iterator[str]:
         if bill := bill_of(run.plan, run.events, training):
             yield from bill_sentences(bill, name, parts=False)
         yield from _outcome(run, training, name)
-    logged = [training.label for training in run.trainings]
     for label in RunHistory(run.events).last_failures():
-        if label not in logged:
+        if label not in run.labels:
             yield as_sentence(f"{_name(run, label)} failed before its first logged step")
 
 
 def _name(run: RunContents, label: str) -> str:
-    only = all(training.label == label for training in run.trainings)
-    return "the training" if only else f"training {label}"
+    is_only = {label}.issuperset(run.labels)
+    return "the training" if is_only else f"training {label}"
 
 
 def _outcome(run: RunContents, training: Training, name: str) -> Iterator[str]:
@@ -345,8 +346,7 @@ def _what_would_change(plan: Plan, *, has_trained: bool) -> Iterator[str]:
 def _open_trainings(run: RunContents) -> list[str]:
     """Return the labels of trainings without a result, whether or not they have logged anything."""
     history = RunHistory(run.events)
-    labels = [training.label for training in run.trainings]
-    labels += [job.label for job in history.unsettled("train")]
+    labels = run.labels + [job.label for job in history.unsettled("train")]
     labels += history.last_failures()
     done = [training.label for training in run.trainings if training.result is not None]
     return [label for label in labels if label not in done]

@@ -13,6 +13,7 @@ from tula_hpc.analysis.study_results import (
     SeedMean,
     StudyContents,
     StudyTable,
+    counted,
     least_loss,
     percent,
     points,
@@ -198,8 +199,7 @@ def _all_diverged(table: StudyTable) -> Iterator[str]:
         return
     if small is not None and small.test is not None:
         return
-    settled = [entry for entry in table.entries.values() if entry.settled]
-    if settled and not any(entry.test for entry in settled):
+    if table.settled and not any(entry.test for entry in table.settled):
         yield f"Every training that came to an end diverged: {SMALLER_RATES}."
 
 
@@ -252,22 +252,20 @@ def _cell(entry: Entry) -> str:
         lines.append(f"train {percent(entry.train)}")
     if entry.recovered is not None and entry.column != REFERENCE_COLUMN:
         lines.append(f"{signed(entry.recovered)} recovered")
-    return "\n".join([*lines, *_counts(entry)])
+    return "\n".join([*lines, *counted(entry.without_score)])
 
 
 def _marked(entry: Entry) -> str:
     return f"{percent(entry.test)} ({entry.mark})" if entry.mark else percent(entry.test)
 
 
-def _counts(entry: Entry) -> list[str]:
-    counts = {"diverged": entry.diverged, "failed": entry.failed, "missing": entry.missing}
-    return [f"{count} {name}" for name, count in counts.items() if count]
-
-
 def plain_text(table: StudyTable) -> str:
     """Return the table for a terminal: one line for each method, test accuracy only."""
-    rows = _rows(table, lambda entry: ", ".join([_marked(entry), *_counts(entry)]), ", ")
-    return "\n".join(aligned(rows))
+    return "\n".join(aligned(_rows(table, _on_one_line, ", ")))
+
+
+def _on_one_line(entry: Entry) -> str:
+    return ", ".join([_marked(entry), *counted(entry.without_score)])
 
 
 def latex(table: StudyTable) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -272,8 +273,9 @@ def draw_study_delta(contents: StudyContents, table: StudyTable) -> Drawing | Mi
         why = "no two columns with results differ in training.delta alone"
         return Missing("study_delta", "ablation of δ", why)
     title = _delta_title(lines)
-    points = [point for line in lines for point in line]
-    deltas = sorted({delta for delta, _ in points})
+    points = list(chain.from_iterable(lines))
+    every_delta, entries = zip(*points, strict=True)
+    deltas = sorted(set(every_delta))
     with style.new_figure(title, 3.4) as (figure, (axes,)):
         axes.set_xscale("log")
         ends = [_draw_delta_line(axes, line, table) for line in lines]
@@ -282,7 +284,7 @@ def draw_study_delta(contents: StudyContents, table: StudyTable) -> Drawing | Mi
         axes.set_xlim(deltas[0] / 1.15, deltas[-1] * for_names * 1.1)
         style.named_ticks(axes, deltas, lambda delta: format_number(delta, 3))
         axes.set_xlabel("threshold δ of the gradient's relative change Δ(G)")
-        accuracy_axis(axes, [entry for _, entry in points])
+        accuracy_axis(axes, entries)
         if at_ends:
             labels.label_ends(axes, ends)
         else:

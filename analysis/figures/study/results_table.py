@@ -38,7 +38,7 @@ BACK = (
 
 def draw_study_table(contents: StudyContents, table: StudyTable) -> Drawing | Missing:
     """Draw accuracies and the recovered share in a cell per method and batch, darker if better."""
-    if not any(entry.settled for entry in table.entries.values()):
+    if not table.settled:
         why = study_results.no_result(table)
         return Missing("study_table", "table of methods and batches", why)
     title = study_results.answer(table).removesuffix(".")
@@ -163,7 +163,7 @@ def _achieved(entry: Entry) -> list[str]:
 
 
 def _counts(entry: Entry) -> list[str]:
-    counts = {"diverged": entry.diverged, "failed": entry.failed, "missing": entry.missing}
+    counts = entry.without_score
     runs = sum(counts.values())
     if entry.test:
         runs += entry.test.runs
