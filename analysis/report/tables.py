@@ -5,6 +5,8 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import filterfalse
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from tula_hpc.analysis.costs.training_bill import TrainingBill
@@ -184,13 +186,11 @@ def summary_table(rows: Sequence[SummaryRow], *, with_score: bool = True) -> Tex
     if not any(row.trained_epoch_s for row in rows):
         # only a training shows how far a prediction was off
         shown.remove(columns.index(OFF))
-    return TextTable(
-        tuple(columns[place] for place in shown),
-        [tuple(each[place] for place in shown) for each in cells],
-    )
+    pick = itemgetter(*shown)
+    return TextTable(pick(columns), list(map(pick, cells)))
 
 
-_LATEX = {
+_LATEX: dict[str, str | int | None] = {
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
@@ -204,9 +204,8 @@ _LATEX = {
 def latex_escaped(text: str) -> str:
     """Return a text for LaTeX with any font: without accents, and "?" for other non-ASCII signs."""
     plain = unicodedata.normalize("NFKD", text.replace("–", "--"))
-    kept = [letter for letter in plain if not unicodedata.combining(letter)]
-    ascii_only = "".join(kept).encode("ascii", "replace").decode()
-    return "".join(_LATEX.get(letter, letter) for letter in ascii_only)
+    kept = filterfalse(unicodedata.combining, plain)
+    return "".join(kept).encode("ascii", "replace").decode().translate(str.maketrans(_LATEX))
 
 
 def candidate_table(plan: Plan, measurements: Sequence[Measurement]) -> TextTable:
@@ -215,6 +214,12 @@ def candidate_table(plan: Plan, measurements: Sequence[Measurement]) -> TextTabl
     measured: dict[str, Mapping[Configuration, float]] = {}
     for name in {item.partition for item in plan.candidates}:
         measured[name] = measured_epochs(of_partition(comparable, name), plan.dataset_samples)
+    left_out = set()
+    if not any(measured):
+        left_out.add("partition")
+    if all(item.progress_time_s is None for item in plan.candidates):
+        left_out.add("same progress")
+    columns: tuple[str, ...] = ()
     rows = []
     for item in sorted(plan.candidates, key=lambda item: (item.partition, item.configuration)):
         steps, whole, cost = _times_and_cost(item, item.finite_cost)
@@ -236,14 +241,11 @@ def candidate_table(plan: Plan, measurements: Sequence[Measurement]) -> TextTabl
             "memory per worker": format_bytes(item.peak_memory_bytes),
             "note": note,
         }
-        rows.append(cells)
-    left_out = set()
-    if not any(measured):
-        left_out.add("partition")
-    if all(item.progress_time_s is None for item in plan.candidates):
-        left_out.add("same progress")
-    shown = [name for name in next(iter(rows), {}) if name not in left_out]
-    return TextTable(tuple(shown), [tuple(row[name] for name in shown) for row in rows])
+        for name in left_out:
+            del cells[name]
+        columns = tuple(cells)
+        rows.append(tuple(cells.values()))
+    return TextTable(columns, rows)
 
 
 WHAT_IF_COLUMNS = ("if", "choice", "expected time", "cost")

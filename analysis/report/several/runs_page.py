@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def write_runs_report(runs: Sequence[RunDirectory], folder: Path | None = None) 
     curves = [curve_of(run.in_figures()) for run in named]
     drawn.add(attempt(NAME, draw_run_curves, curves))
     figures = figure_files(drawn.drawings)
-    page = shared_content(" · ".join(run.name for run in named), (), drawn, figures)
+    page = shared_content(" · ".join(_names(named)), (), drawn, figures)
     page |= {
         "subtitle": "Runs side by side: decisions, predicted and actual",
         "decisions": [(run.name, first_page(run).decision) for run in named],
@@ -126,6 +127,10 @@ def _work_of(sweep: SweepSpec | None) -> dict[str, str]:
     return facts
 
 
+def _names(named: Sequence[RunContents]) -> list[str]:
+    return [run.name for run in named]
+
+
 def runs_table(named: Sequence[RunContents]) -> TextTable:
     """Return a row for each quantity that a run has, a column for each run."""
     facts = [{**dict(_planned(run)), **dict(_done(run))} for run in named]
@@ -134,7 +139,7 @@ def runs_table(named: Sequence[RunContents]) -> TextTable:
         cells = [each.get(quantity, UNKNOWN) for each in facts]
         if any(cell != UNKNOWN for cell in cells):
             rows.append((quantity, *cells))
-    return TextTable(("", *(run.name for run in named)), rows)
+    return TextTable(("", *_names(named)), rows)
 
 
 def _planned(run: RunContents) -> Iterator[tuple[str, str]]:
@@ -183,14 +188,13 @@ def _done(run: RunContents) -> Iterator[tuple[str, str]]:
 
 def differences(named: Sequence[RunContents]) -> TextTable:
     """Return the settings of sweep and cluster files in which the runs differ."""
-    settings = [_settings(run) for run in named]
-    keys = dict.fromkeys(key for each in settings for key in each)
+    settings = list(map(_settings, named))
     rows: list[tuple[str, ...]] = []
-    for key in keys:
+    for key in dict.fromkeys(chain.from_iterable(settings)):
         values = [each.get(key, UNKNOWN) for each in settings]
         if key not in NOT_LISTED and len(set(values)) > 1:
             rows.append((key, *values))
-    columns = ("setting", *(run.name for run in named))
+    columns = ("setting", *_names(named))
     if len(rows) > MOST_DIFFERENCES:
         more = f"{len(rows) - MOST_DIFFERENCES} more"
         rows = [*rows[:MOST_DIFFERENCES], (more, *[""] * len(named))]
