@@ -144,7 +144,7 @@ def start_factors(measured_s: Sequence[float]) -> Ends:
     if not count:
         half = Z_90 * STATED_SPREAD
         return math.exp(-half), math.exp(half)
-    logs = [math.log(seconds) for seconds in measured_s]
+    logs = list(map(math.log, measured_s))
     center = fmean(logs)
     square = sum((each - center) ** 2 for each in logs) + PRIOR_STARTS * START_SPREAD**2
     variance = square / (PRIOR_STARTS + count - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import cycle
+from itertools import chain, cycle
 from typing import NamedTuple
 
 import numpy as np
@@ -80,7 +80,7 @@ def draw_run_curves(curves: Sequence[RunCurve]) -> Drawing | Missing:
         if len(kinds) == 1:
             _draw_scores(panels[1], curves, keys)
         style.legend(panels[0], keys, left=0.0)
-    table = Table(COLUMNS, [row for curve in curves for row in _rows(curve)])
+    table = Table(COLUMNS, list(chain.from_iterable(map(_rows, curves))))
     return Drawing(NAME, title, _caption(kinds), figure, table)
 
 

@@ -260,6 +260,10 @@ def _decades(first: int, last: int, steps: Sequence[float]) -> list[float]:
     return [step * 10.0**power for power in range(first, last + 1) for step in steps]
 
 
+def _multiples(unit: float, steps: Sequence[float]) -> list[float]:
+    return [unit * step for step in steps]
+
+
 # ticks as multiples of each power of ten
 _ROUND = (1, 2, 5)
 _FINE = (1, 1.5, 2, 3, 4, 5, 7)
@@ -267,16 +271,16 @@ _FINE = (1, 1.5, 2, 3, 4, 5, 7)
 _DURATIONS = (
     *_decades(-6, 0, _ROUND),
     *(10.0, 20.0, 30.0),
-    *(MINUTE_S * step for step in (1, 2, 5, 10, 20, 30)),
-    *(HOUR_S * step for step in (1, 2, 6, 12)),
-    *(DAY_S * step for step in _decades(0, 3, _ROUND)),
+    *_multiples(MINUTE_S, (1, 2, 5, 10, 20, 30)),
+    *_multiples(HOUR_S, (1, 2, 6, 12)),
+    *_multiples(DAY_S, _decades(0, 3, _ROUND)),
 )
 _FINE_DURATIONS = (
     *_decades(-6, 0, _FINE),
     *(10.0, 15.0, 20.0, 30.0, 40.0),
-    *(MINUTE_S * step for step in (1, 1.5, 2, 3, 4, 5, 7, 10, 15, 20, 30, 40)),
-    *(HOUR_S * step for step in (1, 1.5, 2, 3, 4, 6, 9, 12, 18)),
-    *(DAY_S * step for step in _decades(0, 3, _FINE)),
+    *_multiples(MINUTE_S, (1, 1.5, 2, 3, 4, 5, 7, 10, 15, 20, 30, 40)),
+    *_multiples(HOUR_S, (1, 1.5, 2, 3, 4, 6, 9, 12, 18)),
+    *_multiples(DAY_S, _decades(0, 3, _FINE)),
 )
 # fewest ticks of a logarithmic axis
 _FEWEST = 3

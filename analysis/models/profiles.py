@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
 from operator import attrgetter
 from statistics import median
 from typing import NamedTuple, TypeVar
@@ -224,7 +225,7 @@ Groups = dict[tuple[Configuration, int], list[Measurement]]
 def summarize(measurements: Iterable[Measurement]) -> Summary:
     """Group measurements by configuration; the median keeps one disturbed profile from deciding."""
     usable, out, other = _grouped(measurements)
-    rows = [row for group in usable.values() for row in group]
+    rows = list(chain.from_iterable(usable.values()))
     known = {configuration for configuration, _ in (*usable, *out)}
     samples = _counts(row.dataset_samples for row in rows)
     parameters = _counts(row.parameters for row in rows)

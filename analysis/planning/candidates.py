@@ -303,9 +303,8 @@ def _why_not(
         (Why.FOREVER, wall_time_s >= FOREVER_S),
         (Why.UNSEEN, _may_lack_memory(part, grid, allowed - on_top)),
     ]
-    return np.select(
-        [rows for _, rows in against], [int(why) for why, _ in against], int(FEASIBLE)
-    ).astype(np.int64)
+    reasons, rows = zip(*against, strict=True)
+    return np.select(rows, list(map(int, reasons)), int(FEASIBLE)).astype(np.int64)
 
 
 def _may_lack_memory(part: Partition, grid: Grid, allowed: Array) -> NDArray[np.bool_]:

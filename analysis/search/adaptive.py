@@ -36,6 +36,7 @@ from tula_hpc.analysis.planning.knee import DRAWS, SEED, batches_up_to
 from tula_hpc.analysis.search.confirmation import (
     AT_LEAST,
     START_S,
+    configurations_of,
     contradicts,
     is_too_expensive,
     steps_per_profile,
@@ -100,7 +101,7 @@ class AdaptiveSearch:
         `model` is the one fitted to these measurements, if the caller has it already.
         """
         usable = list(filter(is_usable, measurements))
-        measured = {row.configuration for row in usable}
+        measured = configurations_of(usable)
         open_ = [c for c in self.candidates if c not in measured and c not in given_up]
         if not open_ or len(measured) >= self.max_profiles:
             return []
@@ -120,7 +121,7 @@ class AdaptiveSearch:
         open_: Sequence[Configuration],
         model: StepTimeModel,
     ) -> list[Configuration]:
-        measured = {row.configuration for row in usable}
+        measured = configurations_of(usable)
         choices = self.decision.choices(summary, model)
         chosen = {each.configuration for each in choices or ()} & set(self.every)
         points = _thinned(self.every, keep=measured | chosen)

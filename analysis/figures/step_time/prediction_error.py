@@ -125,8 +125,10 @@ def _draw_errors(
 ) -> None:
     axes.axhline(0, color=style.MUTED.light, linewidth=1)
     names: list[str] = []
-    for nodes in sorted({error.configuration.nodes for error in steps}):
-        group = [error for error in steps if error.configuration.nodes == nodes]
+    groups: dict[int, list[Error]] = {}
+    for error in steps:
+        groups.setdefault(error.configuration.nodes, []).append(error)
+    for nodes, group in sorted(groups.items()):
         _draw_group(axes, len(names), group, style.size_style(sizes, nodes))
         names.append(f"N = {nodes}")
     for error in trainings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -25,14 +26,13 @@ def draw_pareto(run: RunContents) -> Drawing | Missing:
     title = _title(plan)
     drawn = _near_the_front(plan)
     marks: dict[tuple[str, int], list[Candidate]] = {}
-    front = [(item.cost, item.wall_time_s) for item in plan.pareto]
-    points = [(item.cost, item.wall_time_s) for item in drawn]
+    front = _points(plan.pareto)
+    points = _points(drawn)
     for item in drawn:
         marks.setdefault((item.partition, item.nodes), []).append(item)
     with style.new_figure(title, 3.7) as (figure, (axes,)):
-        times = [time for _, time in points]
+        costs, times = np.array(points).reshape(-1, 2).T.tolist()
         style.value_axis(axes, times, label="expected time of the training", durations=True)
-        costs = [cost for cost, _ in points]
         style.amount_axis(axes, costs, f"cost of the training, {chosen.currency}")
         for _, group in sorted(marks.items(), key=lambda entry: entry[0]):
             _draw_group(axes, group, _look(run, plan, group[0]))
@@ -46,6 +46,10 @@ def draw_pareto(run: RunContents) -> Drawing | Missing:
         style.legend(axes, _front_keys(run, plan, drawn))
     table = Table.of([_row(plan, item) for item in plan.candidates])
     return Drawing("pareto", title, _caption(plan), figure, table)
+
+
+def _points(items: Iterable[Candidate]) -> list[tuple[float, float]]:
+    return [(item.cost, item.wall_time_s) for item in items]
 
 
 def _near_the_front(plan: Plan) -> list[Candidate]:
@@ -77,7 +81,7 @@ def _look(run: RunContents, plan: Plan, item: Candidate) -> style.Key:
 
 def _draw_group(axes: Axes, items: list[Candidate], look: style.Key) -> None:
     for feasible in (True, False):
-        mine = [(item.cost, item.wall_time_s) for item in items if item.feasible == feasible]
+        mine = _points(item for item in items if item.feasible == feasible)
         costs, times = np.array(mine).reshape(-1, 2).T
         (marks,) = axes.plot(costs, times, look.marker, color=look.colour, markersize=5.5, zorder=3)
         marks.set_alpha(1.0)
