@@ -305,7 +305,8 @@ class _Draft:
     """
 
     def __init__(self, options: argparse.Namespace, result: dict[str, Any]) -> None:
-        self.options, self.result = options, result
+        self.options = options
+        self.result = result
         self.known = ParsedOptions(**result["options"])
         self.source = _read_source(options)
         # samples of a forward pass; 0: no tensor shows them

@@ -43,7 +43,8 @@ from tula_hpc.records import RunDirectory
 SIGNAL_DELAY_S = 10
 POLL_S = 1.0
 CANCEL_S = 10.0
-LEVEL_WIDTH, TOPIC_WIDTH = 9, 18
+LEVEL_WIDTH = 9
+TOPIC_WIDTH = 18
 
 
 def check_cluster(options: argparse.Namespace) -> int:

@@ -112,7 +112,8 @@ def _with_training(sweep: Sweep, begun: Iterable[Beginning], profiling: Preview)
         lines = [_planned_training(there, chosen)]
         scripts = list(_scripts(there, "train", chosen.nodes))
     else:
-        lines, scripts = [], []
+        lines = []
+        scripts = []
         for part in parts_of(sweep):
             lines.append(_training(part))
             scripts += _scripts(part, "train", max(part.spec.search.cluster_sizes))

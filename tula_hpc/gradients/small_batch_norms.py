@@ -148,7 +148,8 @@ class LocalNorms:
         """
         if self._pending is None:
             raise RuntimeError("squares: no backward pass with an all-reduce since the last call")
-        (found, work), self._pending = self._pending, None
+        found, work = self._pending
+        self._pending = None
         work.wait()
         mean = self._in_order(found) / (self.workers * squared(loss_scale))
         return _nan_unless_finite(mean), self.batch

@@ -111,7 +111,8 @@ def _place(
     partition = partition_of(fields, config)
     kinds = _kinds_of([group for group in nodes_of(partition.name) if group.usable])
     nodes = kinds[-1] if kinds else None
-    gpus, gpu_types = 0.0, set()
+    gpus = 0.0
+    gpu_types = set()
     for name, kind, count in requested_gres(nodes.gres if nodes else ""):
         if name == "gpu":
             gpus += count

@@ -143,7 +143,8 @@ class GradScale:
         weights = [size for size, _ in present]
         total = sum(weight * mean for weight, mean in zip(weights, means, strict=True)) + ones
         if ones:
-            lows, highs = [*lows, 1.0], [*highs, 1.0]
+            lows = [*lows, 1.0]
+            highs = [*highs, 1.0]
         return total / (sum(weights) + ones), min(lows), max(highs)
 
     def _smoothed(self, parameter: Tensor, ratio: Tensor) -> Tensor:

@@ -273,7 +273,8 @@ class StepProfile(Course):
         others = batches_timed_apart(worker.sweep.search, nodes, workers_per_node, batch)
         known = {size for world, size in self.shared.computed if world == world_size}
         self.computed = sorted({part, *others} - {batch} - (known - {part}))
-        passes, steps = {}, {}
+        passes = {}
+        steps = {}
         samples: dict[int, list[float]] = {}
         for size in self.computed:
             passes[size] = partial(self._compute, *take((inputs, targets), 0, size), whole=True)

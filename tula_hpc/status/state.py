@@ -139,7 +139,9 @@ def _detached(facts: Facts, jobs: Sequence[JobStatus]) -> DetachedStatus | None:
 
 
 def _profile(facts: Facts, jobs: Sequence[JobStatus]) -> ProfileStatus:
-    good, out, bad = _Places(), _Places(), _Places()
+    good = _Places()
+    out = _Places()
+    bad = _Places()
     for row in facts.profiled:
         place = (row.partition, row.configuration)
         if is_usable(row):

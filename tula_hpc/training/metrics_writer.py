@@ -119,7 +119,8 @@ class MetricsWriter:
 
     def flush(self) -> None:
         """Write all lines so far, as before a checkpoint and at a training's end."""
-        gathered, self._gathered = self._gathered, []
+        gathered = self._gathered
+        self._gathered = []
         if gathered:
             lines = [StepMetrics(**line) for line in gathered]
             append_record(cast("Path", self.file), *lines, durable=False)

@@ -472,10 +472,10 @@ class ScriptTraining(Mode):
         self.progress.offset = self._carried
 
     def _write_epoch(self) -> None:
-        progress = self.progress
-        self._written, self._is_between = progress.step, True
-        scores = dict.fromkeys(SCORES) | progress.reported
-        self.metrics.write_epoch(progress, progress.epoch + 1, self._readings, scores)
+        self._written = self.progress.step
+        self._is_between = True
+        scores = dict.fromkeys(SCORES) | self.progress.reported
+        self.metrics.write_epoch(self.progress, self.progress.epoch + 1, self._readings, scores)
 
     def add_to_last_epoch(self) -> None:
         """Add the reported scores to the line of the epoch that is over."""
