@@ -109,6 +109,7 @@ class LoaderPass:
         drawn: Samples that the sampler draws in an epoch; 0 if unknown or endless.
         given_out: Samples that the pass gives out, a shorter last batch included. None if such a
             batch is left out or this is unknown; `sys.maxsize` if only the number is unknown.
+        full: Batches, from the first one on, that are known to have `size` items.
     """
 
     def __init__(self, iterator: object) -> None:
@@ -128,6 +129,8 @@ class LoaderPass:
             self.drawn = 0
         # without collation the loader gives out single items
         self._is_collated = bool(getattr(iterator, "_auto_collation", False))
+        is_known = self._is_collated and self.size > 1
+        self.full = self.drawn // self.size if is_known else 0
         self._is_indexed = getattr(iterator, "_dataset_kind", None) == _DatasetKind.Map
         self.given_out: int | None = None
         # a batch of one item cannot be shorter, and the item may itself be a batch

@@ -48,18 +48,18 @@ def test_an_epoch_has_as_many_pauses_as_were_seen(pauses: list[Pause], seconds: 
 
 
 def test_a_long_gap_is_a_pause_only_if_it_is_rare() -> None:
-    gaps, cpu = LongGaps(), torch.device("cpu")
+    gaps = LongGaps()
     found = []
     for step in range(100):
         gap_s = 50.0 if step % 25 == 24 else 0.5
-        found.append(gaps.pause_s(gap_s, cpu))
-        gaps.step_ends(1.0, cpu)
+        found.append(gaps.pause_s(gap_s))
+        gaps.step_ends(1.0)
     assert [step for step, pause_s in enumerate(found) if pause_s] == [24, 49, 74, 99]
     assert {*found} == {0.0, 50.0}
     often = LongGaps()
     for step in range(100):
-        assert not often.pause_s(50.0 if step % 10 == 9 else 0.5, cpu)
-        often.step_ends(1.0, cpu)
+        assert not often.pause_s(50.0 if step % 10 == 9 else 0.5)
+        often.step_ends(1.0)
 
 
 class GpuMark(NamedTuple):
@@ -78,12 +78,13 @@ def test_a_gap_on_a_gpu_is_as_long_as_the_device_was_idle(monkeypatch: pytest.Mo
     """Most of the gap after 30 steps is the host's wait for the device's remaining work; the next gap is a real one."""
     marks = iter([*map(GpuMark, [1.0] * 30 + [30.0, 30.5] + [31.0] * 30 + [61.0, 91.0])])
     monkeypatch.setattr(step_times, "device_mark", lambda device: next(marks))
-    gaps, gpu = LongGaps(), torch.device("cuda")
+    gaps = LongGaps()
+    gaps.gpu = torch.device("cuda")
     for gap_s, pause_s in ((29.0, 0.0), (40.0, 30.0)):
         for _ in range(31):
-            assert not gaps.pause_s(0.0, gpu)
-            gaps.step_ends(1.0, gpu)
-        assert gaps.pause_s(gap_s, gpu) == pause_s
+            assert not gaps.pause_s(0.0)
+            gaps.step_ends(1.0)
+        assert gaps.pause_s(gap_s) == pause_s
 
 
 def test_a_script_that_pauses_now_and_then_is_charged_for_it_in_every_epoch(tmp_path: Path) -> None:

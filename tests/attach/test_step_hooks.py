@@ -32,7 +32,7 @@ from tula_hpc.attach.hooks.step_hooks import MOST_AWAITED, Hooks
 from tula_hpc.batches import LoaderPass, samples_in
 
 # limit for Python calls in a watched step of a plain loop, including calls that the hooks cause in torch
-MOST_CALLS = 30
+MOST_CALLS = 24
 
 
 class Recorder(Listener):

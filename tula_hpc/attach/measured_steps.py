@@ -229,7 +229,7 @@ class MeasuredSteps(Mode):
         if self.steps:
             self.step_passes.append(self._passes())
             self.step_batches[max(self._batches.values(), default=0)] += 1
-            self._long_gaps.step_ends(time.perf_counter() - self._began_at, self.device)
+            self._long_gaps.step_ends(time.perf_counter() - self._began_at)
         self._batches.clear()
         self._forwards = 0
         self._backward_before = self.hooks.backward.count
@@ -320,7 +320,7 @@ class MeasuredSteps(Mode):
             # passes that come with most steps are a part of them: the first ones were no pauses
             self.pauses = [each for each in self.pauses if each.steps > FEW_STEPS]
         gap_s = time.perf_counter() - self._ended_at
-        if paused_s := self._long_gaps.pause_s(gap_s - (self._loading_s or 0.0), self.device):
+        if paused_s := self._long_gaps.pause_s(gap_s - (self._loading_s or 0.0)):
             self._leave_out(Pause(self.steps, paused_s, is_gap=True))
         elif self._loading_s is None:
             self.waits.arrived(gap_s)
@@ -381,6 +381,7 @@ class MeasuredSteps(Mode):
             )
         self.device = self.parameters[0].device
         self.waits.device = self.device
+        self._long_gaps.gpu = self.device if self.device.type == "cuda" else None
         if self.device.type != self.expected_device:
             raise InputError(
                 f"{name} trains on {self.device.type}, but {self.expected_device} is to be "

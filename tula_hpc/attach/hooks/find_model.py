@@ -154,6 +154,18 @@ def trained_parameters() -> set[Tensor]:
     return set[Tensor]().union(*map(parameters_of, objects_of(Optimizer)))
 
 
+def wrapped_and_trained(counted: str | None) -> list[DistributedDataParallel]:
+    """Return the wrapped models that may count and that any optimizer trains."""
+    trained = trained_parameters()
+    models = (each for each in objects_of(DistributedDataParallel) if is_named(each, counted))
+    return [each for each in models if not trained.isdisjoint(each.parameters())]
+
+
+def is_named(model: DistributedDataParallel, name: str | None) -> bool:
+    """Tell whether a wrapped model has a class of this name; None: any model has."""
+    return name in (None, type(model.module).__name__, name_of(model))
+
+
 def why_unheld(optimizer: Optimizer) -> str:
     """Return why the steps of an optimizer are not counted; "" if any module is trained.
 

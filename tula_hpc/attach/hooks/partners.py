@@ -25,15 +25,15 @@ class Partners:
         stepping: The optimizer, a partner or the one that counts, whose step has begun and not
             ended; None: none of them. It may step within its step, as one whose class calls the
             step of its base class: both have hooks.
+        passes: Backward passes before the last step that counts.
     """
 
     def __init__(self, listener: Listener, backward: BackwardPasses) -> None:
         self.found: list[Optimizer] = []
         self.stepping: Optimizer | None = None
+        self.passes = -1
         self._listener = listener
         self._backward = backward
-        # backward passes before the last step that counts
-        self._passes = -1
         # the optimizer that counts and its model, and whether others' parameters suit a partner
         self._counted: Optimizer | None = None
         self._model: nn.Module | None = None
@@ -61,19 +61,10 @@ class Partners:
 
         A partner may have an optimizer of the same parameters inside it, whose step is no other.
         """
-        if self._passes != self._backward.count or self.stepping is not None:
+        if self.passes != self._backward.count or self.stepping is not None:
             return False
         self.stepping = optimizer
         if optimizer not in self.found:
             self.found.append(optimizer)
         self._listener.partner_ready(optimizer)
         return True
-
-    def end(self, optimizer: Optimizer, counted: Optimizer | None) -> bool:
-        """End the step that has begun; return True if it counts, so that partners may follow."""
-        self.stepping = None
-        if optimizer is counted:
-            self._passes = self._backward.count
-            return True
-        self._listener.partner_stepped(optimizer)
-        return False

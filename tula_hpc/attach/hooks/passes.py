@@ -28,6 +28,11 @@ SUMMED = 64
 class Listener:
     """Receiver of the events of a script's steps; most handle only a few of these."""
 
+    def handler(self, event: str) -> Any:
+        """Return the method for an event; None if nothing is done at that event."""
+        is_own = getattr(type(self), event) is not getattr(Listener, event)
+        return getattr(self, event) if is_own else None
+
     def model_wrapped(self, model: DistributedDataParallel) -> None:
         """Note a model that the script has just wrapped, before its first forward pass."""
 
@@ -270,7 +275,7 @@ class Forwards:
         self._model: nn.Module | None = None
         # passes since the last step, and the most that any step had
         self.count = 0
-        self._most = 0
+        self.most = 0
         self._passes: list[Pass] = []
         # the pass whose output the model returns next; None: that pass is not watched
         self.inside: Pass | None = None
@@ -287,10 +292,13 @@ class Forwards:
         self.hook = after_forward(model, self._returns)
 
     def begin(self, samples: int, *, is_loaded: bool) -> None:
-        """Note that a pass begins."""
+        """Note that a pass begins.
+
+        While `hook` is None and `count` is below `most`, it is enough to add 1 to `count` instead.
+        """
         self.count += 1
         if self.hook is None:
-            if self._model is None or self.count <= self._most:
+            if self._model is None or self.count <= self.most:
                 return
             self.watch(self._model)
         self.inside = Pass(samples, is_loaded=is_loaded)
@@ -301,7 +309,7 @@ class Forwards:
 
         While such passes are not looked for, it is enough to set `count` to 0 instead.
         """
-        self._most = max(self._most, self.count)
+        self.most = max(self.most, self.count)
         self.count = 0
         unused = []
         if any(each.is_used for each in self._passes):

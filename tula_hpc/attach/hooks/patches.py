@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
@@ -42,6 +43,18 @@ def before(modules: Sequence[Any], name: str, then: Callable[[], None]) -> None:
 
     for module in modules:
         vars(module)[name] = patched
+
+
+def refuse_workers(refuse: Callable[[str], None]) -> None:
+    """Refuse a script that starts workers of its own by torch.multiprocessing.spawn."""
+    # both modules have the function; torch.multiprocessing.spawn as an attribute is no module
+    starting = [sys.modules[f"torch.multiprocessing{end}"] for end in ("", ".spawn")]
+    why = (
+        "starts workers of its own (torch.multiprocessing.spawn); here each worker is a process "
+        "already, as under torchrun: call the function that trains without spawn, with RANK, "
+        "LOCAL_RANK and WORLD_SIZE from the environment"
+    )
+    before(starting, "start_processes", partial(refuse, why))
 
 
 def on_loopback_alone() -> None:
@@ -132,7 +145,7 @@ def around_next(note: Callable[[object, object], None], listener: Any) -> None:
     kind = dataloader._BaseDataLoaderIter
     original = kind.__next__
     clock = time.perf_counter
-    wanted = listener.batch_wanted
+    wanted = listener.handler("batch_wanted")
     loaded = listener.batch_loaded
     of_script = get_ident()
 
@@ -143,7 +156,8 @@ def around_next(note: Callable[[object, object], None], listener: Any) -> None:
             batch = original(self)
             note(self, batch)
             return batch
-        wanted()
+        if wanted is not None:
+            wanted()
         started = clock()
         batch = original(self)
         note(self, batch)

@@ -16,7 +16,6 @@ another way, the time between a step's end and the next forward pass is its wait
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -27,23 +26,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer as optimizers
 from torch.utils.data import dataloader
 from torch.utils.hooks import RemovableHandle
 
 from tula_hpc.attach.hooks.find_model import (
+    is_named,
     modules_with,
-    name_of,
     objects_of,
     parameters_of,
     parts_with,
     size_of,
-    trained_parameters,
     watch_freezing,
     why_unheld,
+    wrapped_and_trained,
 )
 from tula_hpc.attach.hooks.partners import Partners
 from tula_hpc.attach.hooks.passes import BackwardPasses, Forwards, Listener, Source, Sources
@@ -55,6 +51,7 @@ from tula_hpc.attach.hooks.patches import (
     before,
     before_forward,
     on_loopback_alone,
+    refuse_workers,
 )
 from tula_hpc.batches import LoaderPass, data_of, length_of, samples_in, tensors_of
 
@@ -80,6 +77,7 @@ class Hooks:
         backward: Counter of backward passes.
         has_repeated: A pass took the same batch as the pass before, and was not counted.
         further_steps: Steps of `others` since the last step that counts.
+        source: Source of the last step's batches, or of the present one's; None: no step yet.
     """
 
     def __init__(self, listener: Listener, counted: str | None = None) -> None:
@@ -94,6 +92,7 @@ class Hooks:
         self._past: list[Optimizer] = []
         self.has_repeated = False
         self.further_steps = 0
+        self.source: Source | None = None
         self._forward_hook: RemovableHandle | None = None
         self._forwards = Forwards()
         self.backward = BackwardPasses(listener.refuse)
@@ -115,9 +114,8 @@ class Hooks:
         # batches given out in a row without a forward pass; whether there were more than FEW_AHEAD
         self._in_a_row = 0
         self._keeps_batches = False
-        # the iterator whose batches this step takes: its id, 0: unknown; and itself
+        # id of the iterator whose batches this step takes; 0: unknown
         self._source = 0
-        self._loader: Source | None = None
         # id of those batches' data set, 0: unknown; each epoch may have a loader of its own
         self._data = 0
         # ids of data sets from whose last iterator the script took only the first batch: no epoch
@@ -131,26 +129,19 @@ class Hooks:
             after(dataloader._BaseDataLoaderIter, name, self._begin_loading)
         around_next(self.next_batch, self.listener)
         self.backward.install()
-        # both modules have the function; torch.multiprocessing.spawn as an attribute is no module
-        starting = [sys.modules[f"torch.multiprocessing{end}"] for end in ("", ".spawn")]
-        why = (
-            "starts workers of its own (torch.multiprocessing.spawn); here each worker is a "
-            "process already, as under torchrun: call the function that trains without spawn, with "
-            "RANK, LOCAL_RANK and WORLD_SIZE from the environment"
-        )
-        before(starting, "start_processes", partial(self.listener.refuse, why))
+        refuse_workers(self.listener.refuse)
         before((dist, dist.distributed_c10d), "init_process_group", self.listener.meets)
         on_loopback_alone()
         watch_freezing()
-        register_optimizer_step_pre_hook(self._before_step)
-        register_optimizer_step_post_hook(self._after_step)
+        optimizers.register_optimizer_step_pre_hook(self._before_step)
+        optimizers.register_optimizer_step_post_hook(self._after_step)
         return self
 
     def _note_wrapped(self, model: DistributedDataParallel, *_: Any) -> None:
         # a script that begins again with a smaller batch wraps the same model once more
         again = model.module is self.inner_model
         larger = self.model is None or again or size_of(model) > size_of(self.model)
-        if larger and self.counted in (None, type(model.module).__name__, name_of(model)):
+        if larger and is_named(model, self.counted):
             self._watch(model)
         self.listener.model_wrapped(model)
 
@@ -188,18 +179,22 @@ class Hooks:
         inner = module if self.inner_model is None else self.inner_model
         in_a_row = self._in_a_row
         self._in_a_row = 0
-        self._forwards.inside = None
+        forwards = self._forwards
+        forwards.inside = None
         latest = self._last
         if inner.training and torch.is_grad_enabled():
-            samples = self._samples_in(args, kwargs)
+            samples = latest.items
+            first = args[0] if args else None
+            if not (isinstance(first, Tensor) and first.dim() and first.size(0) == samples > 0):
+                samples = self._samples_in(args, kwargs)
             # the batch usually comes from the loader that gave a batch last
             is_last = samples == latest.items and self._given
             source = latest.key if is_last else self._source_of(samples)
             if not self._source:
                 self._source = source
-                self._loader = self._given.get(source, latest)
+                self.source = self._given.get(source, latest)
                 # an iterator that no longer exists counts only if it gave this batch
-                self._data = self._loader.data if source else data_of(self.loader)
+                self._data = self.source.data if source else data_of(self.loader)
             elif source != self._source and source in self._prior and self._source in self._prior:
                 # the batch of a second loader, which each step uses along with the first
                 return
@@ -215,7 +210,10 @@ class Hooks:
                 # the same batch again, as for a GAN's other optimizer: no further part of a step
                 self.has_repeated = True
                 return
-            self._forwards.begin(samples, is_loaded=data is not None and data == self._data)
+            if forwards.hook is None and forwards.count < forwards.most:
+                forwards.count += 1
+            else:
+                forwards.begin(samples, is_loaded=data is not None and data == self._data)
             self.listener.forward_begins(samples)
         elif inner.training and latest.data and self._data in (0, latest.data):
             # this pass computes features, and the same batch is passed again with gradients
@@ -248,8 +246,7 @@ class Hooks:
         """Return the samples of a forward pass by its arguments; 0 where these do not show them."""
         first = args[0] if args else kwargs
         given = self._last.items
-        is_batch = isinstance(first, Tensor) and first.dim() > 0 and first.size(0) == given > 0
-        if is_batch or (isinstance(first, list | tuple) and len(first) == given):
+        if isinstance(first, list | tuple) and len(first) == given:
             return given
         samples = samples_in(first) or samples_in((args, kwargs))
         # others may be an evaluation's, whose passes go by unnoticed where it leaves out the wrapper
@@ -286,11 +283,11 @@ class Hooks:
     @property
     def loader(self) -> object | None:
         """Iterator of torch's loader that gave this step's batch, else the last that gave any."""
-        return (self._loader or self._last).loader()
+        return (self.source or self._last).loader()
 
     def loader_pass(self) -> LoaderPass | None:
         """Return what that iterator says of its present pass over the data; None: no iterator."""
-        source = self._loader or self._last
+        source = self.source or self._last
         if (loader := source.loader()) is None:
             return None
         return source.loader_pass or source.pass_of(loader)
@@ -308,7 +305,9 @@ class Hooks:
             source = self._last = self._sources.of(loader)
         count = getattr(loader, "_num_yielded", 0)
         known = source.loader_pass or source.pass_of(loader)
-        items = source.items = known.items_in(batch, count) or samples_in(batch)
+        is_full = count <= known.full
+        items = known.size if is_full else known.items_in(batch, count) or samples_in(batch)
+        source.items = items
         self._is_evaluated = False
         self._given.pop(source.key, None)
         self._given[source.key] = source
@@ -342,7 +341,7 @@ class Hooks:
         self._prior.pop(id(loader), None)
         self._in_a_row = 0
         self.listener.iterating(loader)
-        may_be_of_steps = data == self._data or self._loader is None
+        may_be_of_steps = data == self._data or self.source is None
         if not (may_be_of_steps and data in self._firsts_alone):
             self.listener.loading_begins(loader)
 
@@ -351,7 +350,10 @@ class Hooks:
             return None
         if optimizer is self.optimizer or self._counts(optimizer):
             self.partners.stepping = optimizer
-            return after_closure(args, kwargs, self._end_passes)
+            if len(args) > 1 or kwargs:
+                return after_closure(args, kwargs, self._end_passes)
+            self._end_passes(0)
+            return None
         if self.partners.may_have(optimizer, self.optimizer, self.inner_model):
             return after_closure(args, kwargs, partial(self._begin_partner, optimizer))
         self.further_steps += 1
@@ -377,13 +379,19 @@ class Hooks:
             self.further_steps += 1
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if optimizer is self.partners.stepping and self.partners.end(optimizer, self.optimizer):
-            self._prior = self._given
-            self._given = {}
-            self._since_new += 1
-            self._source = 0
-            self.further_steps = 0
-            self.listener.step_ends()
+        if optimizer is not self.partners.stepping:
+            return
+        self.partners.stepping = None
+        if optimizer is not self.optimizer:
+            self.listener.partner_stepped(optimizer)
+            return
+        self.partners.passes = self.backward.count
+        self._prior = self._given
+        self._given = {}
+        self._since_new += 1
+        self._source = 0
+        self.further_steps = 0
+        self.listener.step_ends()
 
     def _counts(self, optimizer: Optimizer) -> bool:
         is_wrapped = isinstance(self.model, DistributedDataParallel)
@@ -415,8 +423,7 @@ class Hooks:
         if not is_more or isinstance(optimizer, LBFGS) or not self.listener.trains_anew(missed=1):
             return False
         self._past.append(self.optimizer)
-        self.others = [other for other in self.others if other is not optimizer]
-        self.others.append(self.optimizer)
+        self.others = [each for each in (*self.others, self.optimizer) if each is not optimizer]
         self._take(optimizer)
         self.listener.begins_anew()
         return True
@@ -457,13 +464,7 @@ class Hooks:
 
     def _leave_untrained(self, wrapped: DistributedDataParallel) -> None:
         """Watch the largest wrapped model that any optimizer trains, not a larger teacher."""
-        trained = trained_parameters()
-        models = [
-            each
-            for each in (wrapped, *objects_of(DistributedDataParallel))
-            if self.counted in (None, type(each.module).__name__, name_of(each))
-            and not trained.isdisjoint(each.parameters())
-        ]
+        models = wrapped_and_trained(self.counted)
         if models and wrapped not in models:
             self._watch(max(models, key=size_of))
             self.listener.begins_anew()
@@ -488,7 +489,6 @@ class Hooks:
 
         Two optimizers may share one model. A module that only groups two models is never called.
         """
-        whole = self._modules_of(owned, parts=False)
 
         def begin(model: nn.Module, *_: Any) -> None:
             if torch.is_grad_enabled() and self.model is not model:
@@ -497,4 +497,4 @@ class Hooks:
                 self._use_next()
                 self.listener.begins_anew()
 
-        at_first_call(whole, begin)
+        at_first_call(self._modules_of(owned, parts=False), begin)

@@ -47,9 +47,13 @@ class LongGaps:
     A GPU works behind the host: the host's steps are short until it has to wait, for a loss that it
     reads for example. A gap is therefore compared with the mean step, and is only as long as the
     device was idle in it.
+
+    Attributes:
+        gpu: Device of the model; None: the CPU.
     """
 
     def __init__(self) -> None:
+        self.gpu: torch.device | None = None
         self._mean_s = 0.0
         # seconds that a gap has to last to be long; none is before there are enough steps
         self.least_s = math.inf
@@ -59,22 +63,22 @@ class LongGaps:
         # when the device had done the last step's work; None: on a CPU
         self._done: torch.cuda.Event | None = None
 
-    def step_ends(self, seconds: float, device: torch.device) -> None:
+    def step_ends(self, seconds: float) -> None:
         """Note a step of so many seconds of the host's, the gap before it included."""
         self._steps += 1
         self._mean_s += (seconds - self._mean_s) / min(self._steps, RECENT)
         if self._steps >= FEW_STEPS:
             self.least_s = LONG_GAP * self._mean_s
-        if device.type == "cuda":
-            self._done = device_mark(device)
+        if self.gpu is not None:
+            self._done = device_mark(self.gpu)
 
-    def pause_s(self, gap_s: float, device: torch.device) -> float:
+    def pause_s(self, gap_s: float) -> float:
         """Return the seconds of the pause that ends now; 0 for a gap that belongs to the steps.
 
         `gap_s` has the host's seconds since the last step, without waits for batches.
         """
-        if gap_s >= self.least_s and self._done is not None:
-            gap_s = min(gap_s, _idle_s(self._done, device))
+        if gap_s >= self.least_s and self.gpu is not None and self._done is not None:
+            gap_s = min(gap_s, _idle_s(self._done, self.gpu))
         if gap_s < self.least_s:
             return 0.0
         is_rare = self._steps - self._steps_before >= RARE
@@ -102,8 +106,6 @@ class StepTimes:
     # seconds of the present gap in which further optimizers of the step stepped
     going_on_s: float = 0.0
     long_gaps: LongGaps = field(default_factory=LongGaps)
-    # the model's
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def pass_apart(self) -> None:
         """Note a pass that may be an evaluation's; the batches so far may have been for it."""
@@ -128,7 +130,7 @@ class StepTimes:
             between_s = now - self.ended
             idle_s = between_s - (self.loading_s or 0.0)
             if idle_s >= self.long_gaps.least_s:
-                paused_s = self.long_gaps.pause_s(idle_s, self.device)
+                paused_s = self.long_gaps.pause_s(idle_s)
             if not paused_s:
                 gap_s = between_s
                 self.gaps += 1
@@ -148,7 +150,7 @@ class StepTimes:
         self.loading_s = None
         self.loading_before_s = 0.0
         if self.stepped_at is not None:
-            self.long_gaps.step_ends(now - self.began, self.device)
+            self.long_gaps.step_ends(now - self.began)
         self.ended = self.stepped_at = now
         return waited_s
 

@@ -103,12 +103,9 @@ class ScriptTraining(Mode):
         self.is_kept = False
         # a forward pass has begun since the last step
         self.is_open = False
-        self.metrics = MetricsWriter(
-            self.files.metrics_file if spec.rank == 0 else None,
-            self.settings.samples,
-            self.settings.global_batch,
-            spec.world_size,
-        )
+        own_file = self.files.metrics_file if spec.rank == 0 else None
+        sizes = self.settings.samples, self.settings.global_batch, spec.world_size
+        self.metrics = MetricsWriter(own_file, *sizes)
         self.window = StepWindow()
         self._times = StepTimes()
         self._apart = Apart()
@@ -274,7 +271,7 @@ class ScriptTraining(Mode):
         is_last = self.progress.epoch_ends(*self._epoch)
         is_logged = is_last or self.progress.step % self._log_steps == 0
         if is_logged:
-            synchronize(self._times.device)
+            synchronize(self._device)
         self._count_time(time.perf_counter())
         self.is_open = False
         if is_logged:
@@ -302,7 +299,8 @@ class ScriptTraining(Mode):
 
     def _note_first_step(self) -> None:
         model = self.hooks.inner_model
-        self._times.device = device_of(model)
+        self._device = device_of(model)
+        self._times.long_gaps.gpu = self._device if self._device.type == "cuda" else None
         stop_as_others(self.stop, self.spec.world_size)
         # not at later steps, as a script may unfreeze layers for another optimizer
         if model is not None and (before := self.settings.parameters) is not None:
@@ -314,7 +312,9 @@ class ScriptTraining(Mode):
 
     def _count_progress(self) -> None:
         progress = self.progress
-        loader_pass = self.hooks.loader_pass()
+        source = self.hooks.source
+        is_same = source is not None and source.loader_pass is self._epoch_by is not None
+        loader_pass = None if is_same else self.hooks.loader_pass()
         if loader_pass is not None and loader_pass is not self._epoch_by:
             sizes = self.settings.samples, self._least, self._workers
             self._epoch = loader_pass.epoch(*sizes, self._epoch_by if progress.offset > 0 else None)
