@@ -1,4 +1,4 @@
-"""Kinds of failed jobs: why a job ended without a result.
+r"""Kinds of failed jobs: why a job ended without a result.
 
 The kind decides whether the job is submitted again, what the user reads, and what the search learns
 from it.
@@ -12,7 +12,8 @@ follow:
 - `retry_policy.py` says how often a job that failed like this is submitted again; without an entry
   a training's job never is.
 
-`grep -r Failure.` finds the other code that branches on kinds. `tests/test_retry_policy.py` fails
+`grep -rE '\bFailure\.|is_oom|is_the_users|FOR_THE_USER' tula_hpc analysis` finds the other code that
+branches on kinds. `tests/test_retry_policy.py` fails
 until a new kind is in its table.
 """
 

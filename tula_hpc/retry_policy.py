@@ -17,8 +17,9 @@ before a step. The answer depends on how the job failed (`failure_kinds.py`) and
     no_space, bad_input     given up               given up               given up, and all others
     diverged                given up               given up               given up
 
-A script that keeps nothing and has no `resume_arguments` is given up once its time limit ended it:
-the next job would get no further.
+After no_space or bad_input `stages/profile.py` gives up all profiles (FOR_THE_USER). A script that
+keeps nothing and has no `resume_arguments` is given up once its time limit ended it, as the next
+job would get no further: `attach/train/script_job.py` says so by `StopReason.LIMIT_IN_VAIN`.
 
 The last jobs of a training were "in vain" if they all failed in the same way and started at the
 same sample. Jobs of an earlier command do not count: the user may have removed the cause.

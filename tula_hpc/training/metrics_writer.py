@@ -3,12 +3,16 @@
     `MetricsWriter`   lines of steps and of epochs, on rank 0. For the built-in training
                       `training_log.py` decides when a line is due, for a script
                       `attach/train/script_training.py`.
-    `write_scores`    scores that `attach/train/scores.py` has read in a script's output
+    `write_scores`    scores that `attach/train/scores.py` has read in a script's output; that file
+                      also appends corrections of earlier scores by itself
 
-`put_aside` of `records/metrics.py` keeps the old file when a script's training begins anew, and
-`read_metrics` there reads a whole file: for a report (`analysis/run_contents.py`), for what comes
-after a training (`stages/train.py`), and for a script that goes on (`attach/train/script_job.py`).
-`tracking/follow.py` reads the file as it grows, and `status/run_files.py` from its end.
+`put_aside` of `records/metrics.py` keeps the old file when a script's training begins anew.
+
+`read_metrics` there reads a whole file: for reports (`analysis/run_contents.py` and
+`study_results.py`), for `tula plan` (`analysis/plan.py`), for what a sweep prints at its end
+(`cli/pipeline.py`), and for a script that goes on or ends (`resume_point.py`, `scores.py` and
+`script_job.py` in `attach/train/`). Three read the file as it grows: `stages/train.py` for the
+progress of the command, `tracking/follow.py` for trackers, and `status/run_files.py` from its end.
 """
 
 from __future__ import annotations
