@@ -245,6 +245,11 @@ class RunContents(NamedTuple):
         return sorted(timed, key=attrgetter("nodes", "workers_per_node", "local_batch"))
 
     @property
+    def comparable(self) -> list[Measurement]:
+        """Measurements with credible times, each in as many forward passes as its prediction."""
+        return as_planned(self.ok, self.plan)
+
+    @property
     def out_of_memory(self) -> list[Configuration]:
         """Configurations that ran out of memory, each once."""
         return sorted({item.configuration for item in self.measurements if is_out_of_memory(item)})

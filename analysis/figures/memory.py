@@ -125,7 +125,7 @@ def draw_memory(run: RunContents) -> Drawing | Missing:
 
 def _usage(run: RunContents) -> MemoryContent:
     summary = summarize(run.measurements)
-    known = [(item.configuration, used_bytes(item)) for item in run.ok]
+    known = [(item.configuration, used_bytes(item)) for item in run.comparable]
     measured = [(where, used) for where, used in known if used is not None]
     candidates: list[Candidate] = []
     if run.plan:

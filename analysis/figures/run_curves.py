@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from tula_hpc.analysis.figures import style
 from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table
 from tula_hpc.analysis.figures.training import accuracies_of, scores_of
-from tula_hpc.analysis.run_contents import RunContents, as_planned, measured_epochs
+from tula_hpc.analysis.run_contents import RunContents, measured_epochs
 from tula_hpc.formatting import format_duration, in_short
 from tula_hpc.records import Interval, of_partition
 
@@ -49,7 +49,7 @@ def curve_of(run: RunContents) -> RunCurve:
         chosen = (run.plan.chosen.global_batch, run.plan.chosen.predicted("epoch_time_s"))
     measured: dict[int, float] = {}
     samples = run.plan.dataset_samples if run.plan else 0
-    comparable = as_planned(run.ok, run.plan)
+    comparable = run.comparable
     for partition in {row.partition for row in comparable}:
         rows = of_partition(comparable, partition)
         for configuration, seconds in measured_epochs(rows, samples).items():

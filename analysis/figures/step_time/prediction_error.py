@@ -96,7 +96,7 @@ def draw_memory_error(run: RunContents) -> Drawing | Missing:
 
 
 def _memory_errors(plan: Plan, run: RunContents) -> Iterable[Error]:
-    for item in run.ok:
+    for item in run.comparable:
         candidate = plan.find(item.configuration)
         used = used_bytes(item)
         if candidate is not None and used:
@@ -105,7 +105,7 @@ def _memory_errors(plan: Plan, run: RunContents) -> Iterable[Error]:
 
 
 def _step_errors(plan: Plan, run: RunContents) -> Iterable[Error]:
-    for item in run.ok:
+    for item in run.comparable:
         candidate = plan.find(item.configuration)
         if candidate is not None and item.times is not None and item.times.step_time_s > 0:
             times = candidate.model_step_time_s, item.times.step_time_s

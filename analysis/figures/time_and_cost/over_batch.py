@@ -92,7 +92,7 @@ def _on(nodes: int, points: Iterable[Point]) -> list[Point]:
 def draw_epoch_time(run: RunContents) -> Drawing | Missing:
     """Draw measured and predicted epoch time against the global batch, a line per cluster size."""
     samples = run.plan.dataset_samples if run.plan else 0
-    epochs = [(item.configuration, measured_epoch(item, samples)) for item in run.ok]
+    epochs = [(item.configuration, measured_epoch(item, samples)) for item in run.comparable]
     measured = [Point(where, epoch) for where, epoch in epochs if epoch is not None]
     curves = _curves(run, measured, "epoch_time_s")
     if run.plan:
@@ -112,7 +112,7 @@ def draw_cost(run: RunContents) -> Drawing | Missing:
     if run.plan is None:
         return Missing("cost", "cost", "prices come with the plan, and there is none yet")
     measured: list[Point] = []
-    for item in run.ok:
+    for item in run.comparable:
         measured += _measured_cost(run.plan, item)
     currency = run.plan.chosen.currency
     quantity = Quantity(

@@ -165,8 +165,7 @@ def _planned(run: RunContents) -> Iterator[tuple[str, str]]:
     paid = chosen.predicted("cost")
     cost, least, most = (format_money(amount, chosen.currency) for amount in paid)
     yield "cost, predicted (90 %)", cost if paid.low == paid.high else f"{cost}\n{least} – {most}"
-    comparable = run_contents.as_planned(run.ok, run.plan)
-    here = [row for row in comparable if row.partition == chosen.partition]
+    here = [row for row in run.comparable if row.partition == chosen.partition]
     profiled = run_contents.measured_epochs(here, run.plan.dataset_samples)
     if chosen.configuration in profiled:
         seconds = profiled[chosen.configuration]

@@ -623,6 +623,23 @@ def test_errors_of_memory_are_predicted_over_measured_minus_one(run: RunContents
         assert float(row["relative_error_percent"]) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("name", ["epoch_time", "cost", "prediction_error", "memory_error", "memory"])
+def test_measurements_in_other_forward_passes_are_not_shown_beside_predictions(run: RunContents, name: str) -> None:
+    assert run.plan is not None
+    other = run.ok[0].configuration
+    passes = [1 + (item.configuration == other) for item in run.plan.candidates]
+    candidates = [
+        item.model_copy(update={"accumulation": count}) for item, count in zip(run.plan.candidates, passes, strict=True)
+    ]
+    measured = [item.model_copy(update={"accumulation": 1}) for item in run.measurements]
+    changed = run._replace(measurements=measured, plan=run.plan.model_copy(update={"candidates": candidates}))
+    before, after = (
+        [row for row in rows(drawn(each._replace(trainings=[]), name)) if "predicted" not in row.get("mark", "")]
+        for each in (run, changed)
+    )
+    assert len(after) == len(before) - 1
+
+
 def test_a_training_that_changed_its_batch_is_not_compared(tmp_path: Path) -> None:
     files = make_run(tmp_path / "run", epochs_done=4)
     lines = files.train().metrics_file.read_text().replace('"global_batch":1024', '"global_batch":512', 2)
