@@ -261,7 +261,7 @@ def about_method(chosen: Candidate, sweep: SweepSpec) -> list[str]:
     training = sweep.training
     times = chosen.global_batch / training.base_batch
     has_script_alone = sweep.workload.is_script and chosen.configuration.world_size == 1
-    does_nothing = training.method == "lbt" or (training.adapts and has_script_alone)
+    does_nothing = training.method == "lbt" or sweep.lacks_factors(chosen.configuration.world_size)
     if does_nothing and times >= LARGE_BATCH:
         remedy = (
             "a new sweep with --set training.method=ags and another --run-dir trains with scaled "
@@ -269,9 +269,9 @@ def about_method(chosen: Candidate, sweep: SweepSpec) -> list[str]:
         )
         if has_script_alone:
             remedy = (
-                'to raise it with the batch, set training.method = "sqrt" and give {lr_scale} to the '
-                'script in workload.arguments ("ags" needs several workers: search.cluster_sizes '
-                "without 1)"
+                'to raise the learning rate with the batch, set training.method = "sqrt" and give '
+                '{lr_scale} to the script in workload.arguments ("ags" needs several workers: '
+                "search.cluster_sizes without 1)"
             )
         unless = ", unless the script does so" if sweep.workload.is_script else ""
         why = f"and the learning rate is not adjusted for it{unless}"

@@ -201,6 +201,8 @@ def _batch_adaptation(run: RunContents, plan: Plan) -> list[str]:
     batch = plan.chosen.global_batch
     if batch <= training.base_batch or training.method not in ADAPTED:
         return []
+    if run.sweep.lacks_factors(plan.chosen.configuration.world_size):
+        return []
     return [
         f"The batch is {batch / training.base_batch:,.3g} times training.base_batch, so "
         f'{ADAPTED[training.method]} (training.method = "{training.method}"). How much accuracy '

@@ -17,6 +17,7 @@ from tula_hpc.analysis.planning.partitions import name_of
 from tula_hpc.analysis.report.first_page import first_page
 from tula_hpc.analysis.report.text import as_sentence, assumptions, doubts
 from tula_hpc.analysis.run_contents import read_run
+from tula_hpc.config import SweepSpec
 from tula_hpc.formatting import duration_within, format_duration, format_money, money_within
 from tula_hpc.records import Doubt, Plan, Remedy, grouped
 
@@ -127,6 +128,18 @@ def test_the_page_says_what_is_done_for_a_large_batch_or_that_nothing_is(
     assert (f"The batch is {times}{says}" in opening_text(contents)) == (says is not None)
     doubts_of_it = [doubt for doubt in planned.doubts if doubt.text.startswith(f"the batch is {times} (64)")]
     assert [doubt.remedy for doubt in doubts_of_it] == [Remedy.CHANGE] * warns
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_page_does_not_say_that_a_scripts_single_worker_scales_gradients(nodes: int, tmp_path: Path) -> None:
+    theirs = {"script": "/train.py", "arguments": ["{local_batch}"], "samples": 4096, "epochs": 2}
+    tables = {"name": "x", "workload": theirs, "training": {"method": "ags", "base_batch": 1}}
+    spec = SweepSpec.model_validate(tables, context={"check_paths": False})
+    contents = read_run(make_run(tmp_path / "run", stage="plan"))._replace(sweep=spec)
+    assert contents.plan is not None
+    chosen = next(c for c in contents.plan.candidates if c.nodes == nodes)
+    page = opening_text(contents._replace(plan=contents.plan.model_copy(update={"chosen": chosen})))
+    assert ("so gradients are scaled" in page) == (nodes > 1)
 
 
 def test_without_a_plan_profiles_that_failed_are_counted(tmp_path: Path) -> None:

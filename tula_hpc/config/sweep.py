@@ -124,6 +124,10 @@ class SweepSpec(Spec):
         scales = self.training.method in ("ags", "static") and self.scale_applies_to == "update"
         return int(scales or self.training.method == "adascale")
 
+    def lacks_factors(self, workers: int) -> bool:
+        """Tell whether factors cannot be estimated, as a script has only one worker's gradients."""
+        return self.training.adapts and self.workload.is_script and workers == 1
+
     def updates_per_epoch(self, steps: int) -> float:
         """Return how many of AGS's scale updates cost an extra pass, in the mean epoch of `steps`.
 
@@ -314,7 +318,7 @@ def _check_study(
         if work.precision == "fp16" and part[1].device == "cpu":
             message = f'fp16 of {name} needs device = "cuda"; on CPU use "bf16" or "fp32"'
             raise InputError(message, source=sweep_file, key="workload.precision")
-        if work.is_script and column.training.adapts and workers == 1:
+        if column.lacks_factors(workers):
             message = (
                 f"{name} takes the factors of a script's steps from the gradients of several "
                 f"workers, and there is only one; raise study.nodes, or leave out {name}"

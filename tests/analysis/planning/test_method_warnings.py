@@ -24,7 +24,7 @@ OWN: dict[str, Any] = {"model": "m:f", "dataset": "digits"}
         (True, "lbt", 2, 256, "--set training.method=ags"),
         (True, "lbt", 1, 256, 'set training.method = "sqrt"'),
         # the factors are unknown: a script's single worker has only the gradient of the whole batch
-        (True, "ags", 1, 256, 'set training.method = "sqrt"'),
+        (True, "ags", 1, 256, 'to raise the learning rate with the batch, set training.method = "sqrt"'),
         (True, "adascale", 1, 256, "of a script on a single worker are not scaled"),
         (True, "ags", 1, 32, None),
         (True, "ags", 2, 256, None),
