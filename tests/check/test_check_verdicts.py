@@ -164,6 +164,10 @@ def test_devices_of_several_kinds_without_kernels_or_in_use_are_reported() -> No
     typed = GPU.model_copy(update={"device_memory_gb": 40.0})
     (too_much,) = judged(Topic.DEVICE_MEMORY, [report(0, device=V100)], typed)
     assert too_much.remedy == "set device_memory_gb = 32.00"
+    # rounded to the nearest, it would be more than there is
+    odd = V100.model_copy(update={"total_bytes": int(15.747 * 2**30)})
+    (of_odd,) = judged(Topic.DEVICE_MEMORY, [report(0, device=odd)], typed)
+    assert of_odd.remedy == "set device_memory_gb = 15.74"
     fuller = V100.model_copy(update={"free_bytes": 31 * 2**30})
     free = [report(0, device=fuller), report(1, device=V100.model_copy(update={"free_bytes": 2**35}))]
     (enough,) = judged(Topic.DEVICE_MEMORY, free, GPU)

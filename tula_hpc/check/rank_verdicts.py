@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from tula_hpc.check.reports import (
     workers_by_host,
 )
 from tula_hpc.check.site_verdicts import Topic, Verdict, failed, ok, warning
-from tula_hpc.config import ClusterSpec, WorkloadSpec
+from tula_hpc.config import GIB, ClusterSpec, WorkloadSpec
 from tula_hpc.formatting import format_bytes, format_number, plural
 
 # A worker is slow if it takes this many times the others' time. Equal nodes differ by a few per
@@ -222,7 +223,9 @@ def _judge_device_memory(cluster: ClusterSpec, known: Known) -> Iterator[Verdict
         found = (
             f"device_memory_gb = {cluster.device_memory_gb:g}, but a GPU has {format_bytes(total)}"
         )
-        yield warning(Topic.DEVICE_MEMORY, found, f"set device_memory_gb = {total / 2**30:.2f}")
+        # rounded down, as there would be a warning of a larger number, too
+        at_most = math.floor(100 * total / GIB) / 100
+        yield warning(Topic.DEVICE_MEMORY, found, f"set device_memory_gb = {at_most:.2f}")
     elif total and not used:
         free = min((device.free_bytes for _, device in known if device.free_bytes), default=0)
         at_least = f", at least {format_bytes(free)} of it free" if free else ""
