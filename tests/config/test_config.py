@@ -484,6 +484,13 @@ def test_a_key_of_a_study_that_changes_nothing_in_any_column_is_named(here: Path
     assert found["study.tuning_holdout"] == "base_lrs is not given; give it, or remove this"
 
 
+def test_a_constant_factor_has_no_averages_to_smooth(here: Path) -> None:
+    for method, idle in (("static", {"training.smoothing"}), ("ags", set())):
+        text = f'{NAME}[training]\nmethod = "{method}"\nsmoothing = 0.5\nscale_warmup_epochs = 2.0\n'
+        Path("in.toml").write_text(text)
+        assert dict(idle_keys(load_sweep(Path("in.toml")))).keys() == idle
+
+
 def test_overrides_of_both_files_are_distinguished_and_reach_the_default_cluster(here: Path) -> None:
     Path("in.toml").write_text(NAME)
     asked = ["workload.lr=0.5", "cluster.max_nodes=4", "pricing.basis=spot"]

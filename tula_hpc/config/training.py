@@ -147,7 +147,7 @@ class TrainingSpec(Spec):
     """Exponent to which the ratio of norms is raised to get the factor: 1 in the paper, 2 in
     AdaScale.
     """
-    smoothing: Annotated[float | None, OF_GATED] = Field(default=None, ge=0, lt=1)
+    smoothing: Annotated[float | None, OF_AGS] = Field(default=None, ge=0, lt=1)
     """Decay per update of the moving averages of squared norms."""
     scale_warmup_epochs: Annotated[float | None, OF_GATED] = Field(default=None, ge=0)
     """Epochs over which factors grow from 1 to their value."""
