@@ -30,7 +30,7 @@ from tula_hpc.records import (
 # columns of Unix times, which become dates
 TIMES = ("time", "finished_at")
 # mappings whose keys differ from run to run; each stays one column of JSON
-MAPPINGS = ("data", "versions")
+MAPPINGS = ("data", "versions", "sources")
 
 
 class Frames(NamedTuple):

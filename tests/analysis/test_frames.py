@@ -13,7 +13,7 @@ from tests.planning_data import failed, ok
 from tests.run_factory import EPOCHS, configurations, make_run
 from tula_hpc.analysis.data_frames import Frames
 from tula_hpc.errors import InputError, RunDirectoryError
-from tula_hpc.records import RunDirectory, append_record
+from tula_hpc.records import Identity, RunDirectory, append_record
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +69,18 @@ def test_columns_are_the_same_whatever_the_rows_lack(tmp_path: Path) -> None:
     assert {"times.step_time_s", "memory.peak_bytes"} <= fixed
     for frame in others:
         assert fixed <= set(frame.columns) <= fixed | {"samples", "round_steps"}
+
+
+def test_names_of_a_users_files_are_no_columns(tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
+    run = RunDirectory(tmp_path / "run").create()
+    known = Identity(
+        parameters=1, gradient_bytes=4, structure="", train_samples=8, test_samples=2, sources={"train.py": "0a"}
+    )
+    append_record(run.profile / "job.jsonl", ok(1, 32, identity=known))
+    frame = tula_hpc.analysis.frames(run.root).measurements
+    assert frame["identity.sources"].tolist() == ['{"train.py": "0a"}']
+    assert not [name for name in frame.columns if "train.py" in name]
 
 
 def test_without_pandas_the_error_says_what_to_install(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
