@@ -143,7 +143,7 @@ def _outcomes(
                 train = result.train_top5_accuracy
             if test is None:
                 why = "no accuracy: its targets have none, or workload.metric was not finite"
-                yield CellOutcome(cell, "failed", test, train, why)
+                yield CellOutcome(cell, "failed", why=why)
             else:
                 yield CellOutcome(cell, "finished", test, train)
 

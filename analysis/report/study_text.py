@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from tula_hpc.analysis.planning.warnings import SCALED_NOTHING
@@ -22,7 +23,7 @@ from tula_hpc.analysis.study_results import (
 )
 from tula_hpc.config import REFERENCE_COLUMN
 from tula_hpc.formatting import aligned, listed, plural
-from tula_hpc.records import EpochMetrics, Metrics
+from tula_hpc.records import EpochMetrics
 
 SMALLER_RATES = "lower workload.lr, or give smaller rates in study.base_lrs"
 # gain of accuracy in the last tenth of the epochs above which the small batch needs more epochs
@@ -161,7 +162,8 @@ def _not_trained_out(contents: StudyContents) -> Iterator[str]:
     gains = []
     first_epoch = 0
     for metrics in contents.of(REFERENCE_COLUMN, contents.study.small_batch):
-        pair = _late_pair(metrics, epochs)
+        tested = [row for row in metrics.epochs if not math.isnan(contents.accuracy(row))]
+        pair = _late_pair(tested, epochs)
         if pair is not None:
             earlier, last = pair
             first_epoch = first_epoch or earlier.epoch
@@ -173,12 +175,14 @@ def _not_trained_out(contents: StudyContents) -> Iterator[str]:
         )
 
 
-def _late_pair(metrics: Metrics, epochs: int) -> tuple[EpochMetrics, EpochMetrics] | None:
+def _late_pair(
+    tested: Sequence[EpochMetrics], epochs: int
+) -> tuple[EpochMetrics, EpochMetrics] | None:
     """Return the last tested epoch before the last tenth of the epochs, and the final epoch."""
-    earlier = [row for row in metrics.epochs if row.epoch <= 0.9 * epochs]
-    if not earlier or metrics.epochs[-1].epoch < epochs:
+    earlier = [row for row in tested if row.epoch <= 0.9 * epochs]
+    if not earlier or tested[-1].epoch < epochs:
         return None
-    return earlier[-1], metrics.epochs[-1]
+    return earlier[-1], tested[-1]
 
 
 def _edge_rates(contents: StudyContents) -> Iterator[str]:

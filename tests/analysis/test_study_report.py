@@ -137,6 +137,29 @@ def test_a_failed_training_is_shown_with_its_reason_until_it_is_submitted_again(
     assert next(o for o in read_study(run).outcomes if o.cell.label == label).status == "missing"
 
 
+def test_a_training_without_test_accuracy_is_not_in_the_mean_of_training_accuracies(tmp_path: Path) -> None:
+    run = make_study(tmp_path / "run")
+    file = run.train("study/lbt-b256-s0").result_file
+    file.write_text(re.sub(r'"test_accuracy":[\d.]+', '"test_accuracy":null', file.read_text()))
+    contents = read_study(run)
+    entry = make_table(contents.study, contents.outcomes).entries["lbt", 256]
+    assert entry.failed == 1
+    assert entry.test is not None
+    assert entry.train is not None
+    assert entry.test.runs == entry.train.runs == 2
+
+
+def test_captions_name_the_small_batch_only_where_it_is_drawn(tmp_path: Path) -> None:
+    for small in (0, 128):
+        tables = {**SWEEP, "study": {"methods": ["lbt"], "batches": [256, 512], "seeds": [0], "small_batch": small}}
+        contents = read_study(make_study(tmp_path / str(small), tables))
+        table = make_table(contents.study, contents.outcomes)
+        for draw in (draw_study_accuracy, draw_study_epochs):
+            drawing = draw(contents, table)
+            assert isinstance(drawing, Drawing)
+            assert ("plain training with the small batch" in drawing.caption) == bool(small)
+
+
 def test_a_training_that_diverged_at_its_first_step_is_in_the_singular(tmp_path: Path) -> None:
     run = make_study(tmp_path / "run", outcome=lambda cell: None)
     file = run.train("study/lbt-b256-s0").result_file
@@ -199,6 +222,12 @@ def test_cautions_tell_of_short_trainings_few_seeds_and_rates_at_the_edge(run: R
     found = "\n".join(cautions(contents._replace(metrics=rising, study=study, rates=rates), table))
     assert "still gained 2.0 points from epoch 18 to 20: it needs more epochs" in found
     assert "Only 2 seeds: the deviations say little." in found
+    # as of a script that does not print its accuracy after every epoch
+    for cell, metrics in rising.items():
+        some = [e.model_copy(update={} if e.epoch % 4 == 0 else {"test_accuracy": None}) for e in metrics.epochs]
+        rising[cell] = metrics._replace(epochs=some)
+    found = "\n".join(cautions(contents._replace(metrics=rising, study=study, rates=rates), table))
+    assert "still gained 4.0 points from epoch 16 to 20" in found
     alone = contents.study.model_copy(update={"seeds": (0,)})
     assert cautions(contents._replace(study=alone), table) == ["Only 1 seed: differences may be chance."]
     assert "rate of sgd, 0.2, is at the edge of study.base_lrs: a larger one may be better" in found

@@ -66,11 +66,13 @@ def draw_study_accuracy(contents: StudyContents, table: StudyTable) -> Drawing |
             labels.label_ends(axes, ends, across=across)
         else:
             style.legend(axes, [end.key for end in ends], left=-0.02)
+    dashed = ""
+    if across is not None:
+        dashed = " The dashed line is plain training with the small batch."
     caption = (
         "Test accuracy at the end of training against the global batch; the mean over the seeds, "
-        "in a band (or bar) of one standard deviation to each side. The dashed line is plain "
-        "training with the small batch. All have the same number of epochs. Hollow marks: some of "
-        "the runs diverged and are not in the mean."
+        f"in a band (or bar) of one standard deviation to each side.{dashed} All have the same "
+        "number of epochs. Hollow marks: some of the runs diverged and are not in the mean."
     )
     return Drawing("study_accuracy", title, caption, figure, _accuracy_table(shown))
 
@@ -168,8 +170,10 @@ def draw_study_epochs(contents: StudyContents, table: StudyTable) -> Drawing | M
     small = _mean_curve(contents, REFERENCE_COLUMN, contents.study.small_batch)
     names = sorted(set().union(*panels_of.values()), key=table.columns.index)
     keys = column_keys(table.columns, names)
+    dashed = ""
     if small:
         keys.append(style.Key("small batch", line="--", colour=style.INK.light))
+        dashed = " Dashed: plain training with the small batch."
     purpose = "were the trainings long enough to compare their ends?"
     title = f"Test accuracy over the epochs: {purpose}"
     count = len(panels_of)
@@ -180,8 +184,8 @@ def draw_study_epochs(contents: StudyContents, table: StudyTable) -> Drawing | M
         style.epoch_axis(panels[-1])
         style.legend(panels[0], keys, left=-0.02)
     caption = (
-        "Test accuracy after each evaluated epoch, mean over the seeds. Dashed: plain training "
-        "with the small batch. Lines that still rise at the end are trainings that were cut short."
+        f"Test accuracy after each evaluated epoch, mean over the seeds.{dashed} Lines that still "
+        "rise at the end are trainings that were cut short."
     )
     numbers = {contents.study.small_batch: {REFERENCE_COLUMN: small}}
     for batch, curves in panels_of.items():
