@@ -94,10 +94,6 @@ def _write_run(run: RunDirectory) -> list[Path]:
         run.read_plan()
     except RunDirectoryError as error:
         print(error, file=sys.stderr)
-    except FileNotFoundError:
-        if run.has_trained():
-            words = "is missing, so the report has no plan; the sweep's command makes it again"
-            print(f"{run.plan_file}: {words}", file=sys.stderr)
     if not any(run.profile.glob("*.jsonl")):
         print("nothing is measured yet, and the report says no more than that", file=sys.stderr)
     return paths
