@@ -334,6 +334,17 @@ def test_a_plain_command_on_a_detached_sweep_waits_and_leaves_it_alone(
     assert "detached" not in capsys.readouterr().out, "the sweep is no longer detached, because this command carries on"
 
 
+def test_a_waiting_command_warns_once_of_a_checkpoint_that_cannot_be_used(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = on_its_way(cluster)
+    data = {"samples_seen": 64, "passed_over": "b.tula: is damaged"}
+    cluster.run.log_event("resumed", "train", job_id="50", data=data)
+    monkeypatch.setattr(detached, "time", Clock(lambda: None, lambda: None, lambda: cluster.step("1", lambda: 0)))
+    detached.look_on(sweep)
+    assert capsys.readouterr().err.count("its work is done again: b.tula: is damaged") == 1
+
+
 @pytest.mark.parametrize(
     ("end", "words"),
     [

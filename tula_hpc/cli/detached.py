@@ -40,7 +40,7 @@ from tula_hpc.stages.context import StageProgress, Sweep, jobs_left, jobs_on_rec
 from tula_hpc.stages.train import training_tick
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 
 # seconds that a controller waits for another command to release the run directory
@@ -254,30 +254,38 @@ def _is_wanted_here(job: Submitted) -> bool:
 
 def _wait_for_controllers(sweep: Sweep) -> None:
     limits = sweep.launcher.executor.limits
-    started, missed = time.monotonic(), 0
+    started = time.monotonic()
+    missed = 0
     with stage_progress("detached") as progress:
+        # one for all looks, since it remembers what it has read and said
+        show_training = training_tick(sweep, progress)
         while missed < limits.gone_polls:
             active = controllers(sweep)
             missed = 0 if active else missed + 1
             if active:
                 now = sweep.launcher.jobs_now(jobs_on_record(sweep.run, "profile", "train"))
-                _show(sweep, progress, now, f"controller job {active[0].job_id} is next")
+                now = now._replace(text=f"{now.text}; controller job {active[0].job_id} is next")
+                _show(sweep, progress, now, show_training)
             time.sleep(limits.pause_s(time.monotonic() - started, missed=missed > 0))
 
 
-def _show(sweep: Sweep, progress: StageProgress, now: JobsNow, follows: str) -> None:
-    text = f"{now.text}; {follows}"
+def _show(
+    sweep: Sweep,
+    progress: StageProgress,
+    now: JobsNow,
+    show_training: Callable[[JobsNow], None],
+) -> None:
     if sweep.spec.study is not None:
         cells = sweep.spec.study.cells()
         done = sum(sweep.run.train(cell.label).result_file.exists() for cell in cells)
         shown = f"{done} of {plural(len(cells), 'training')} done"
-        progress.update(done, len(cells), f"{shown}, {text}")
+        progress.update(done, len(cells), f"{shown}, {now.text}")
     elif sweep.run.history().submissions("train"):
-        training_tick(sweep, progress)(now._replace(text=text))
+        show_training(now)
     else:
         measured = sum(m.status == "ok" for m in sweep.run.measurements().records)
         shown = f"{plural(measured, 'configuration')} measured"
-        progress.update(measured, measured, f"{shown}, {text}")
+        progress.update(measured, measured, f"{shown}, {now.text}")
 
 
 def take_over(sweep: Sweep) -> None:
