@@ -96,6 +96,26 @@ def test_an_interrupted_training_is_submitted_as_often_as_it_may_be_requeued(
     assert failure.value.replace("_", " ") in error
 
 
+def test_out_of_memory_without_a_smaller_batch_fails_on_record_and_is_no_fallback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half = candidate(Configuration(4, 1, 32)).model_copy(update={"feasible": True})
+    smaller = plan([CHOSEN, half], chosen=CHOSEN, fallbacks=[half])
+    monkeypatch.setattr(sys.modules[__name__], "PLAN", smaller)
+    scheduler, error = train(monkeypatch, tmp_path, lambda _: Failure.DEVICE_OOM)
+    assert scheduler.jobs == 2
+    assert error.startswith("train: out of memory at local batch 32, and plan.json has no smaller fallback")
+    history = scheduler.run.history()
+    failure = history.stage_failure()
+    assert failure is not None
+    assert failure.detail == error
+    assert history.fallbacks("main") == 1
+    goes_on = "another job goes on at N=4 b=32 (B=128)"
+    assert [each.text for each in history.news(0)] == [f"out of memory at N=4 b=64 (B=256); {goes_on}"]
+    printed = capsys.readouterr().err
+    assert printed.count("another job goes on") == printed.count(goes_on) == 1
+
+
 def test_each_job_fences_those_before_it_before_it_has_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An earlier job may still run on a node that Slurm has lost."""
     scheduler, _ = train(monkeypatch, tmp_path, lambda _: Failure.PREEMPTED)

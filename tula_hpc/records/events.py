@@ -636,9 +636,7 @@ class RunHistory:
             elif event.event == "finished":
                 news.append(News("training_finished", name, event.detail))
             elif event.event == "fell_back":
-                news.append(
-                    News("training_failed", name, f"{event.detail}; a smaller batch is next")
-                )
+                news.append(News("training_failed", name, event.detail))
             # the command's report, which includes the job's own
             elif event.event == "failed" and "label" in event.data:
                 news.append(News("training_failed", name, f"{kind}: {event.detail}"))

@@ -11,12 +11,13 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from tula_hpc.config import ClusterSpec, SweepSpec, local_batches
 from tula_hpc.env import can_redraw, unix_time
+from tula_hpc.errors import RefusedError, StageError, StorageError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import (
     command_line,
@@ -29,6 +30,7 @@ from tula_hpc.launch.diagnosis import BY_HAND, informative_line, is_own_sentence
 from tula_hpc.launch.job_files import Submitted
 from tula_hpc.launch.launcher import Ended, Launcher
 from tula_hpc.records import Configuration, Measurement, RunDirectory, Submission
+from tula_hpc.records.events import Stage
 
 # why a job was interrupted, by the state in which Slurm says that its earlier run ended
 INTERRUPTED_BY = {
@@ -228,6 +230,23 @@ def why_interrupted(sweep: Sweep) -> dict[str, list[str]]:
         if each.state in INTERRUPTED_BY:
             found.setdefault(each.job_id, []).append(INTERRUPTED_BY[each.state])
     return found
+
+
+@contextlib.contextmanager
+def recording_failure(run: RunDirectory, stage: Stage) -> Iterator[None]:
+    """Record an error that ends a stage in this block, for `status` to show.
+
+    `Launcher.submit` has recorded a refusal itself.
+    """
+    try:
+        yield
+    except RefusedError:
+        raise
+    except StageError as error:
+        # a full disk may not take it
+        with contextlib.suppress(StorageError):
+            run.log_event("failed", stage, detail=str(error)[:2000])
+        raise
 
 
 class InterruptionNews:

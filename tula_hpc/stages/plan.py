@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from tula_hpc.analysis.plan import lost_inputs, make_plan, refuse_lost_measurements
 from tula_hpc.config import SweepSpec
-from tula_hpc.errors import ConstraintsError, InputError, RunDirectoryError, StageError
+from tula_hpc.errors import ConstraintsError, InputError, RunDirectoryError
 from tula_hpc.formatting import command_line
 from tula_hpc.records import Measurement, Plan, RunDirectory, refuse_several, write_plan
-from tula_hpc.stages.context import Sweep
+from tula_hpc.stages.context import Sweep, recording_failure
 
 MADE_AGAIN = "is missing: it is made again from the measurements"
 AS_BEGUN = "the training began with it; why it was chosen was lost with the former plan"
@@ -31,11 +31,9 @@ def plan_stage(sweep: Sweep) -> Plan:
     refuse_lost_measurements(sweep.run, measured.records)
     refuse_several(sweep.run, measured.records)
     try:
-        plan = make_plan(sweep.spec, sweep.cluster, measured.records, measured.skipped)
-    except StageError as error:
-        sweep.run.log_event("failed", "plan", detail=str(error)[:2000])
-        if not isinstance(error, ConstraintsError):
-            raise
+        with recording_failure(sweep.run, "plan"):
+            plan = make_plan(sweep.spec, sweep.cluster, measured.records, measured.skipped)
+    except ConstraintsError as error:
         again = command_line("plan", str(sweep.run.root), "--set", "objective.KEY=VALUE", "--write")
         raise ConstraintsError(
             f"{error}\nTo try other constraints with the same measurements: {again}"

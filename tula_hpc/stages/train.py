@@ -53,6 +53,7 @@ from tula_hpc.stages.context import (
     describe_failures,
     failed_measurement,
     note_unseen_ends,
+    recording_failure,
     stage_progress,
     submitted_job,
     why_ended,
@@ -77,17 +78,15 @@ def train_stage(sweep: Sweep, plan: Plan) -> TrainResult:
         StageError: Training ended without a result; the message says why and where the log is.
     """
     files = sweep.run.make_train()
-    policy = plan_policy(sweep.spec.training.max_requeues)
     with stage_progress("training") as progress:
         tick = training_tick(sweep, progress)
         while not files.result_file.exists():
             unsettled = sweep.run.history().unsettled("train")
             jobs = [job for job in unsettled if job.label == MAIN_LABEL]
             for job in jobs:
-                _see_to(sweep, job, policy, tick)
+                _see_to(sweep, plan, job, tick)
             if not jobs:
-                candidate = next_candidate(plan, sweep.run, sweep.spec.training.max_fallbacks)
-                _submit_training(sweep, candidate, tick)
+                _submit_training(sweep, _next(sweep, plan), tick)
         note_unseen_ends(sweep.run, [MAIN_LABEL])
         notify_of_news(sweep)
         result = read_document(TrainResult, files.result_file)
@@ -112,12 +111,15 @@ def keep_accounting(sweep: Sweep) -> None:
         time.sleep(1.0)
 
 
-def _see_to(
-    sweep: Sweep, job: Submission, policy: RetryPolicy, tick: Callable[[JobsNow], None]
-) -> None:
+def _next(sweep: Sweep, plan: Plan) -> Candidate:
+    with recording_failure(sweep.run, "train"):
+        return next_candidate(plan, sweep.run, sweep.spec.training.max_fallbacks)
+
+
+def _see_to(sweep: Sweep, plan: Plan, job: Submission, tick: Callable[[JobsNow], None]) -> None:
     part = sweep.on(job.partition or "")
     (end,) = part.launcher.wait([submitted_job(sweep.run, job)], tick)
-    outcome = settle(part, job, end, policy)
+    outcome = settle(part, job, end, plan_policy(sweep.spec.training.max_requeues))
     notify_of_news(sweep)
     if outcome.next_step is NextStep.GIVE_UP:
         error: type[StageError] = StageError
@@ -126,17 +128,20 @@ def _see_to(
         elif outcome.failure.kind is Failure.DIVERGED:
             error = DivergedError
         raise error("\n".join([f"train: {_why_given_up(part, outcome)}", *_lost(sweep)]))
-    if outcome.next_step is not NextStep.DONE:
-        sys.stderr.write(f"training: {_going_on(sweep, outcome)}\n")
-
-
-def _going_on(sweep: Sweep, outcome: Settled) -> str:
-    ended = outcome.failure.detail or str(outcome.failure.kind).replace("_", " ")
     how = "from its last checkpoint"
     if outcome.next_step is NextStep.SMALLER_BATCH:
-        how = "with a smaller batch"
+        smaller = _next(sweep, plan)
+        how = f"at {smaller.configuration}{smaller.in_parts}"
+        detail = f"out of memory at {job.configuration}; another job goes on {how}"
+        sweep.run.log_event("fell_back", "train", detail=detail)
     elif not (sweep.spec.workload.goes_on or sweep.run.train().newest_checkpoint):
         how = "from the start"
+    if outcome.next_step is not NextStep.DONE:
+        sys.stderr.write(f"training: {_going_on(outcome, how)}\n")
+
+
+def _going_on(outcome: Settled, how: str) -> str:
+    ended = outcome.failure.detail or str(outcome.failure.kind).replace("_", " ")
     return (
         f"job {outcome.end.job.job_id} ended without a result ({first_line(ended)}); another job "
         f"goes on {how}; to stop for good, end this command with Ctrl-C: it then says how to cancel"
@@ -207,8 +212,6 @@ def settle(sweep: Sweep, job: Submission, end: Ended, policy: RetryPolicy) -> Se
         _record_oom(sweep, job, end)
     run.log_event("ended", "train", **common)
     next_step = policy.judge(run.history(), job.label, failure, sweep.started_at)
-    if next_step is NextStep.SMALLER_BATCH:
-        run.log_event("fell_back", "train", detail=f"out of memory at {job.configuration}")
     return Settled(next_step, end, failure)
 
 
