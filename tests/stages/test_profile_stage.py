@@ -248,6 +248,16 @@ def test_a_partition_where_no_batch_fits_is_left_out_and_the_others_are_profiled
     assert "no batch fits into memory of partition 'small'" in capsys.readouterr().err
 
 
+def test_what_only_the_user_can_mend_is_named_even_if_another_job_failed_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = {Failure.TIMED_OUT: "too late", Failure.BAD_INPUT: "tula_hpc.errors.InputError: workload.model: no such"}
+    ends = [Ended(Submitted(str(n), tmp_path), kind, line, None) for n, (kind, line) in enumerate(lines.items())]
+    monkeypatch.setattr("tula_hpc.stages.profile._profile_part", lambda *_: ends)
+    with pytest.raises(StageError, match=r"^profile: nothing could be measured; workload\.model: no such$"):
+        profile_stage(part_with_limit(tmp_path, estimate=False))
+
+
 def test_where_every_configuration_ran_out_of_memory_one_sentence_says_so(tmp_path: Path) -> None:
     sweep = part_with_limit(tmp_path, cluster_sizes=[1], min_batch=32, max_batch=64, estimate=False)
     for batch in (32, 64):

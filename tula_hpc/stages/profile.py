@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Sequence
 from itertools import count, groupby
@@ -11,7 +10,7 @@ from typing import Any
 
 from tula_hpc.config import ClusterSpec, SweepSpec, sweep_for
 from tula_hpc.env import unix_time
-from tula_hpc.errors import InputError, StageError, StorageError
+from tula_hpc.errors import InputError, StageError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import printable
 from tula_hpc.launch.diagnosis import BY_HAND, informative_line
@@ -50,6 +49,7 @@ from tula_hpc.stages.context import (
     failed_measurement,
     most_profiled,
     profiling_left_s,
+    recording_failure,
     stage_progress,
     submitted_job,
 )
@@ -72,13 +72,8 @@ def profile_stage(sweep: Sweep) -> None:
         StageError: Nothing could be measured at all, and the message holds the first failure's log;
             or the user's own code failed in a job, and the message says where.
     """
-    try:
+    with recording_failure(sweep.run, "profile"):
         _profile_parts(sweep)
-    except StageError as error:
-        # `status` shows this event, which a full disk may not take
-        with contextlib.suppress(StorageError):
-            sweep.run.log_event("failed", "profile", detail=str(error)[:2000])
-        raise
 
 
 def _profile_parts(sweep: Sweep) -> None:
@@ -109,6 +104,9 @@ def _profile_parts(sweep: Sweep) -> None:
 
 def _why_nothing(sweep: Sweep, failures: Sequence[Ended]) -> str:
     """Say why nothing could be measured."""
+    if wrong := _wrong(failures):
+        # others may have failed before it for a passing reason
+        return f"nothing could be measured; {describe_failures(wrong)}"
     if failures and failures[-1].failure is Failure.DEVICE_FAILED:
         return why_given_up(sweep.run.events(), failures[-1].job.job_id, unix_time())
     if words := only_out_of_memory(sweep):
