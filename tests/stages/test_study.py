@@ -24,8 +24,9 @@ from tula_hpc.analysis.study_results import (
 )
 from tula_hpc.config import ClusterSpec, StudyCell, StudySpec, SweepSpec, check_together, load_sweep, study_column
 from tula_hpc.errors import InputError, StageError
-from tula_hpc.records import RateTrial
-from tula_hpc.stages.study import cell_spec, choose, family, trial_specs
+from tula_hpc.records import RateTrial, RunDirectory
+from tula_hpc.stages.context import Sweep
+from tula_hpc.stages.study import cell_spec, choose, describe_study, family, study_stage, trial_specs
 from tula_hpc.stages.train_many import most_at_once
 from tula_hpc.study import main
 
@@ -491,6 +492,48 @@ def test_dry_run_says_what_would_be_trained_and_creates_nothing(
     assert main(["sweep.toml", "--set", "study.base_lrs=[0.1]", "--dry-run"]) == 0
     assert "before them 1 training to choose" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"sweep.toml", "c.toml"}
+
+
+def test_what_has_a_result_is_not_submitted_again(tmp_path: Path) -> None:
+    spec = loaded(tmp_path, STUDY + "base_lrs = [0.1, 0.2]\n")
+    assert spec.study is not None
+    run = RunDirectory(tmp_path / "run").create()
+    cluster = ClusterSpec(executor="slurm", train_minutes=30)
+    labels = [*trial_specs(spec), *(cell.label for cell in spec.study.cells())]
+    for label in labels[:-2]:
+        run.make_train(label).result_file.touch()
+    shown = describe_study(spec, cluster, run.root)
+    assert "13 of them have a result and are not trained again" in shown.words
+    assert "at most 1.00 node-hours (30 min is the limit of each)" in shown.words
+    assert not any("learning rate" in line for line in shown.words)
+    (script,) = shown.scripts
+    assert "#SBATCH --array=0-1%1" in script.text
+    for label in labels[-2:]:
+        run.make_train(label).result_file.touch()
+    over = describe_study(spec, cluster, run.root)
+    assert (over.words[-1], over.scripts) == ("all have a result: nothing is submitted", [])
+
+
+def test_a_study_shows_as_many_tasks_as_it_submits_at_once(tmp_path: Path) -> None:
+    spec = loaded(tmp_path, STUDY + f"seeds = {list(range(200))}\n")
+    shown = describe_study(spec, ClusterSpec(executor="slurm"), tmp_path / "run")
+    assert "500 at a time" in shown.words
+    assert "#SBATCH --array=0-499%1" in shown.scripts[0].text
+
+
+def test_the_failure_of_a_study_as_a_whole_is_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    spec = loaded(tmp_path, STUDY + "base_lrs = [0.1]\n")
+
+    def diverge(*_: object) -> None:
+        choose(iter([RateTrial(family="sgd", lr=0.1, accuracy=None)]))
+
+    monkeypatch.setattr("tula_hpc.stages.study._choose_rates", diverge)
+    with pytest.raises(StageError) as caught:
+        study_stage(Sweep(spec, ClusterSpec(), run))
+    failure = run.history().stage_failure()
+    assert failure is not None
+    assert failure.detail == str(caught.value)
 
 
 @pytest.mark.parametrize("command", ["sweep", "study"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from tula_hpc.config import (
@@ -19,7 +19,7 @@ from tula_hpc.formatting import plural
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.launch.launcher import Launcher
 from tula_hpc.records import Configuration, RateTrial, RunDirectory, TunedRates, write_atomically
-from tula_hpc.stages.context import Sweep, stage_progress
+from tula_hpc.stages.context import Sweep, recording_failure, stage_progress
 from tula_hpc.stages.preview import Preview, script_of
 from tula_hpc.stages.train_many import Trainings, most_at_once
 
@@ -36,6 +36,11 @@ def study_stage(sweep: Sweep) -> dict[str, str]:
     Raises:
         StageError: No rate could be chosen, or nothing at all could be trained.
     """
+    with recording_failure(sweep.run, "train"):
+        return _train_cells(sweep)
+
+
+def _train_cells(sweep: Sweep) -> dict[str, str]:
     study, name, part = _study_and_part(sweep.spec, sweep.cluster)
     on_part = sweep._replace(cluster=part)
     rates = _choose_rates(on_part, name) if study.base_lrs else {}
@@ -176,10 +181,14 @@ def choose(trials: Iterator[RateTrial]) -> TunedRates:
 def describe_study(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Preview:
     """Describe the jobs that a study would submit; create nothing."""
     study, _, part = _study_and_part(spec, cluster)
+    run = RunDirectory(root)
     cells = study.cells()
-    trials = trial_specs(spec) if study.base_lrs else {}
+    left = _without_result(run, (cell.label for cell in cells))
+    trials: list[str] = []
+    if study.base_lrs and not run.rates_file.exists():
+        trials = _without_result(run, trial_specs(spec))
     batches = ", ".join(map(str, study.batches))
-    hours = len([*cells, *trials]) * study.nodes * part.train_minutes / 60
+    hours = len([*left, *trials]) * study.nodes * part.train_minutes / 60
     lines = [
         f"study {spec.name!r} on {cluster.name!r} ({cluster.executor}), run directory {root}",
         f"{plural(len(cells), 'training')} of {plural(spec.workload.epochs, 'epoch')} "
@@ -188,13 +197,23 @@ def describe_study(spec: SweepSpec, cluster: ClusterSpec, root: Path) -> Preview
     ]
     if study.small_batch:
         lines.append(f"  and {REFERENCE_COLUMN} at B = {study.small_batch} for reference")
+    if not left:
+        return Preview([*lines, "all have a result: nothing is submitted"], [])
+    if len(left) < len(cells):
+        lines.append(f"{len(cells) - len(left)} of them have a result and are not trained again")
     if trials:
         count = plural(len(trials), "training")
         lines.append(f"before them {count} to choose the learning rate at B = {study.small_batch}")
     lines.append(f"at most {hours:.2f} node-hours ({part.train_minutes} min is the limit of each)")
-    if part.executor != "slurm":
-        lines.append(f"{most_at_once(part, study.nodes * part.workers_per_node)} at a time")
-    launcher = Launcher(part, RunDirectory(root), spec.job_name, work=spec.workload)
-    shape = {"nodes": study.nodes, "minutes": part.train_minutes, "tasks": len(cells)}
-    scripts = script_of(launcher, f"train, {plural(len(cells), 'task')}", stage="train", **shape)
+    most = most_at_once(part, study.nodes * part.workers_per_node)
+    if part.executor != "slurm" or most < len(left):
+        lines.append(f"{most} at a time")
+    launcher = Launcher(part, run, spec.job_name, work=spec.workload)
+    tasks = min(most, len(left))
+    shape = {"nodes": study.nodes, "minutes": part.train_minutes, "tasks": tasks}
+    scripts = script_of(launcher, f"train, {plural(tasks, 'task')}", stage="train", **shape)
     return Preview(lines, list(scripts))
+
+
+def _without_result(run: RunDirectory, labels: Iterable[str]) -> list[str]:
+    return [label for label in labels if not run.train(label).result_file.exists()]
