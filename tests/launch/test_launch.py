@@ -587,6 +587,24 @@ def test_a_detached_launcher_does_not_wait_for_what_runs(tmp_path: Path) -> None
     assert (tmp_path / "done").exists()
 
 
+def test_a_requeued_job_waits_since_it_was_last_seen_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profile job leaves no event of its own."""
+    there = launcher(tmp_path, executor="slurm")
+    hours_ago = {"time": time.time() - 2 * 3600, "event": "submitted", "stage": "profile", "job_id": "7"}
+    append_record(there.run.events_file, Event.model_validate(hours_ago))
+    looks = [("PENDING", "Priority"), ("RUNNING", "None"), ("PENDING", "BeginTime")]
+    states = [{"7": slurm.JobState(*look)} for look in looks]
+    monkeypatch.setattr(there.executor, "states", lambda _: states.pop(0) if states else {})
+    monkeypatch.setattr(there.executor, "ended", lambda _: {})
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    seen: list[str] = []
+    there.wait_for_some([Submitted("7", tmp_path)], lambda now: seen.append(now.text))
+    before, running, again, *_ = seen
+    assert before == "1 waiting for 2 h (other jobs go first)"
+    assert running == "1 running"
+    assert again.startswith("1 waiting (its start is set for later")
+
+
 def test_a_command_in_a_job_of_the_users_own_says_that_this_keeps_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     waiting = {"8": slurm.JobState("PENDING", "(Resources)")}

@@ -56,6 +56,7 @@ ROOM_PAUSE_S = 30.0
 ACCOUNTING_S = 8.0
 NOTICE = "submission.json"
 REFUSED = "never_submitted.json"
+NOT_KNOWN: Mapping[str, float] = {}
 Executor = LocalJobs | SlurmJobs
 EXECUTORS: Mapping[str, Callable[[ClusterSpec, Folders], Executor]] = {
     "local": LocalJobs,
@@ -323,6 +324,7 @@ class Launcher:
         """
         limits = self.executor.limits
         missing = dict.fromkeys((job.job_id for job in jobs), 0)
+        ran_at: dict[str, float] = {}
         started = time.monotonic()
         looked = 0
         while True:
@@ -333,7 +335,9 @@ class Launcher:
             over = [job for job in jobs if missing[job.job_id] >= limits.gone_polls]
             if over:
                 return self._ended(over)
-            tick(self._described(active))
+            running = (job_id for job_id, state in active.items() if not waits(state))
+            ran_at |= dict.fromkeys(running, unix_time())
+            tick(self._described(active, ran_at))
             if self.detached and looked >= limits.gone_polls:
                 raise StillRunningError(jobs)
             waited_s = time.monotonic() - started
@@ -344,14 +348,17 @@ class Launcher:
         active = self.executor.states(jobs)
         return self._described(active) if active else JobsNow(0, "no job")
 
-    def _described(self, active: Mapping[str, JobState]) -> JobsNow:
+    def _described(
+        self, active: Mapping[str, JobState], ran_at: Mapping[str, float] = NOT_KNOWN
+    ) -> JobsNow:
         waiting = [job_id for job_id, state in active.items() if waits(state)]
         waited_s: dict[str, float] = {}
         if waiting:
             now = unix_time()
             jobs = {job.job_id: job for job in self.run.history().submissions()}
-            # a requeued job waits from its last sign of life on
-            waited_s = {key: now - jobs[key].last_sign_at for key in waiting if key in jobs}
+            # a requeued job waits from its last sign of life on, or since it was last seen to run
+            signs = {key: jobs[key].last_sign_at for key in waiting if key in jobs}
+            waited_s = {key: now - max(at, ran_at.get(key, at)) for key, at in signs.items()}
         running = len(active) - len(waiting)
         return JobsNow(running, describe_states(active, waited_s), len(waiting))
 
@@ -427,9 +434,6 @@ class Launcher:
         avoided = tuple(each.host for each in self.avoided(stage))
         request = Request(stage, nodes, minutes, name=f"{self.name}-{stage}", avoided=avoided)
         return self.executor.script(request, self.run.slurm / f"{stage}-…", tasks)
-
-
-NOT_KNOWN: Mapping[str, float] = {}
 
 
 def describe_states(
