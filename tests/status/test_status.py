@@ -1323,6 +1323,19 @@ def test_a_clock_that_was_set_makes_no_job_longer_than_its_limit(tmp_path: Path)
     assert cost.cost == pytest.approx(cost.train.node_hours * cluster.pricing.usd_per_node_hour)
 
 
+def test_a_training_on_this_machine_that_its_limit_has_ended_costs_all_of_its_runs(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run", executor="local")
+    limit_s = 60 * load_cluster(run.cluster_file).train_minutes
+    data = {"label": "main", "nodes": 2}
+    ends = [("submitted", 0.0, data), ("preempted", limit_s, {}), ("resumed", limit_s + 60, {"samples_seen": 64})]
+    for event, at, fields in [*ends, ("finished", 1.5 * limit_s, {})]:
+        place = {"event": event, "stage": "train", "job_id": "7", "data": fields}
+        append_record(run.events_file, Event.model_validate({"time": 1e9 + at, **place}))
+    cost = status.status_of(run.root).cost
+    assert cost.train is not None
+    assert cost.train.node_hours == pytest.approx(2 * 1.5 * limit_s / 3600)
+
+
 def test_without_accounting_training_is_estimated_and_called_so(tmp_path: Path, cluster: FakeSlurm) -> None:
     cluster.accounted = None
     run = new_run(tmp_path / "run")

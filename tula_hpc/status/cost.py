@@ -16,7 +16,14 @@ from tula_hpc.analysis.costs.training_bill import PromiseVerdict, training_bill
 from tula_hpc.analysis.costs.usage import actual_use, job_runs, only_waiting_s
 from tula_hpc.config import ClusterSpec
 from tula_hpc.formatting import HOUR_S, format_money, format_number
-from tula_hpc.records import MAIN_LABEL, Configuration, JobAccount, Measurement, Record
+from tula_hpc.records import (
+    MAIN_LABEL,
+    Configuration,
+    JobAccount,
+    Measurement,
+    Record,
+    Submission,
+)
 from tula_hpc.status.jobs import JobPhase, JobStatus, in_phase, of_stage
 from tula_hpc.status.run_files import Facts
 
@@ -284,25 +291,26 @@ def _estimated_training(facts: Facts, jobs: Sequence[JobStatus]) -> _Use | None:
         return _from_steps(facts, jobs)
     # The last event in the file, not the one with the latest time. The command that submitted a job
     # records its end by the same clock; a job begun after the system's clock was set has another.
-    last_signs = {
-        (job.job_id, job.submitted_at): job.last_sign_at for job in facts.history.submissions()
-    }
+    submitted = {(job.job_id, job.submitted_at): job for job in facts.history.submissions()}
     newest = {job.label: job.submitted_at for job in jobs}
     used = []
     for job in of_stage(jobs, "train"):
         is_newest = newest[job.label] == job.submitted_at
-        seconds = _local_seconds(facts, job, last_signs[job.job_id, job.submitted_at], is_newest)
+        events = submitted[job.job_id, job.submitted_at]
+        seconds = _local_seconds(facts, job, events, is_newest)
         used.append((job.job_id, (job.nodes or 1) * seconds))
     return _Use(_by_partition(facts, jobs, used), "events") if used else None
 
 
-def _local_seconds(facts: Facts, job: JobStatus, last_sign: float, is_newest: bool) -> float:
+def _local_seconds(facts: Facts, job: JobStatus, events: Submission, is_newest: bool) -> float:
     """Return the seconds from submission to the last sign of life, or to now: there is no queue.
 
     File times count only if no record has the job's end, since copying a run changes them.
     """
     files = facts.trainings.get(job.label) if is_newest else None
-    limit_s = _limit_s(facts, "train")
+    # at its limit a training begins another run in the same job
+    limit_s = _limit_s(facts, "train") * max(1, len(events.begun_with_nothing))
+    last_sign = events.last_sign_at
     if job.phase is JobPhase.RUNNING:
         return _bounded(facts.now - job.submitted_at, limit_s)
     if job.phase in (JobPhase.FINISHED, JobPhase.FAILED) and last_sign > job.submitted_at:
@@ -314,7 +322,7 @@ def _local_seconds(facts: Facts, job: JobStatus, last_sign: float, is_newest: bo
 
 
 def _limit_s(facts: Facts, stage: Literal["profile", "train"]) -> float:
-    """Return the time limit of a stage's jobs: no job ran for longer, whatever clocks say."""
+    """Return the time limit of a run of a stage's jobs: none took longer, whatever clocks say."""
     parts = facts.cluster.parts() if facts.cluster else ()
     minutes = (part.profile_minutes if stage == "profile" else part.train_minutes for part in parts)
     return 60.0 * max(minutes, default=math.inf)

@@ -49,7 +49,7 @@ MOST_BYTES = 1 << 24
 
 
 class Tail(NamedTuple):
-    """Last lines of metrics.jsonl in the order of the file: after a rollback later lines count."""
+    """Last lines of metrics.jsonl in the order of the file: after a restart later lines count."""
 
     steps: list[StepMetrics]
     epoch: EpochMetrics | None
