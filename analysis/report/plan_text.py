@@ -364,10 +364,12 @@ def critical_batch_sentences(plan: Plan) -> list[str]:
         "training": "in the later half of the training so far",
     }.get(plan.critical_batch_source or "", "as it was measured")
     batch = in_samples(plan.critical_batch)
+    knee = ""
+    if plan.knee is not None:
+        knee = "; the knee, which is about time alone, does not account for that"
     return [
         f"Critical batch: {batch}, the gradient's noise scale {source}. Beyond it a larger batch "
-        "saves few steps; the knee, which is about time alone, does not account for that. The "
-        "critical batch grows during training, often tenfold."
+        f"saves few steps{knee}. The critical batch grows during training, often tenfold."
     ]
 
 

@@ -611,6 +611,9 @@ def test_the_cost_of_a_batch_beyond_the_critical_one_is_stated() -> None:
     plan = planned(rows=noisy(100.0))
     assert plan.critical_batch == pytest.approx(100.0)
     assert any(text.startswith("Critical batch: 100 samples") for text in sentences(plan))
+    for kind, has_knee in (("time", False), ("knee", True)):
+        about = sentences(planned(kind, rows=noisy(100.0)))
+        assert any("does not account for that" in text for text in about) == has_knee
     (costs,) = [text for text in sentences(plan) if f"learns less in {plan.epochs} epochs with this batch" in text]
     assert "; learning as much would take 25 epochs, about " in costs
     # the job starts once, however long it trains
