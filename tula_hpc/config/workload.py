@@ -368,12 +368,16 @@ class WorkloadSpec(Spec):
 
     @property
     def test_set_size(self) -> int | None:
-        """Size of the test set, if all classes have equal size; None if only the data show it.
+        """Size of the test set or of what is held out; None if only the data show it.
 
-        CIFAR as folders of images may hold other samples than the published ones.
+        All classes are taken to have equal size. CIFAR as folders of images may hold other samples
+        than the published ones.
         """
         if self.is_script:
             return None
+        if self.holdout:
+            known = None if self.classes else self.most_samples
+            return None if known is None else max(1, round(self.holdout * known))
         if self.test_samples is not None:
             return self.test_samples
         facts = DATASETS.get(self.dataset)

@@ -143,9 +143,9 @@ def test_what_profiles_counted_is_the_size_of_the_test_set(holdout: float) -> No
     assert evaluated_on(workload, 800, 77) == (77, True)
 
 
-@pytest.mark.parametrize("keys", [{}, {"test_samples": 100}])
+@pytest.mark.parametrize("keys", [{}, {"test_samples": 100}, {"holdout": 0.3}, {"holdout": 0.3, "samples": 200}])
 @pytest.mark.parametrize("dataset", ["synthetic", "digits"])
-def test_it_is_the_size_of_the_set_that_is_built(dataset: str, keys: dict[str, int]) -> None:
+def test_it_is_the_size_of_the_set_that_is_built(dataset: str, keys: dict[str, float]) -> None:
     from tula_hpc.data.datasets import build_data
 
     spec = WorkloadSpec.model_validate({"dataset": dataset, "image_size": 8, **keys})
