@@ -484,11 +484,20 @@ def test_a_key_of_a_study_that_changes_nothing_in_any_column_is_named(here: Path
     assert found["study.tuning_holdout"] == "base_lrs is not given; give it, or remove this"
 
 
-def test_a_constant_factor_has_no_averages_to_smooth(here: Path) -> None:
-    for method, idle in (("static", {"training.smoothing"}), ("ags", set())):
-        text = f'{NAME}[training]\nmethod = "{method}"\nsmoothing = 0.5\nscale_warmup_epochs = 2.0\n'
-        Path("in.toml").write_text(text)
-        assert dict(idle_keys(load_sweep(Path("in.toml")))).keys() == idle
+@pytest.mark.parametrize(
+    ("keys", "idle"),
+    [
+        ('method = "static"\nsmoothing = 0.5\nscale_warmup_epochs = 2.0', ["smoothing"]),
+        ('method = "ags"\nsmoothing = 0.5\nscale_warmup_epochs = 2.0', []),
+        ("checkpoint_minutes = 2.0\ninterruption_hours = 3.0", ["interruption_hours"]),
+        ("interruption_hours = 3.0", []),
+        ('method = "lars"\nlayer_wise = true', ["layer_wise"]),
+        ('method = "lbt"\nlayer_wise = true', []),
+    ],
+)
+def test_a_key_that_another_one_leaves_without_effect_is_named(here: Path, keys: str, idle: list[str]) -> None:
+    Path("in.toml").write_text(f"{NAME}[training]\n{keys}\n")
+    assert list(dict(idle_keys(load_sweep(Path("in.toml"))))) == [f"training.{key}" for key in idle]
 
 
 def test_overrides_of_both_files_are_distinguished_and_reach_the_default_cluster(here: Path) -> None:

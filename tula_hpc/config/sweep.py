@@ -441,6 +441,14 @@ def _idle_by_others(sweep: SweepSpec) -> Iterator[tuple[str, str]]:
         yield from dict.fromkeys(
             ("training.small_batch_shrink", "training.spike_guard"), why
         ).items()
+    if training.checkpoint_minutes is not None:
+        why = "training.checkpoint_minutes sets the interval; remove one of them"
+        yield "training.interruption_hours", why
+    if training.method in ("lars", "lamb"):
+        yield (
+            "training.layer_wise",
+            f'method = "{training.method}" has such rates anyway; remove it',
+        )
     if training.warmup_epochs is not None:
         yield "workload.warmup_epochs", "training.warmup_epochs overrides it; remove one of them"
     if work.is_script:
