@@ -23,7 +23,6 @@ from tula_hpc.analysis.study_results import (
 )
 from tula_hpc.config import REFERENCE_COLUMN
 from tula_hpc.formatting import aligned, listed, plural
-from tula_hpc.records import EpochMetrics
 
 SMALLER_RATES = "lower workload.lr, or give smaller rates in study.base_lrs"
 # gain of accuracy in the last tenth of the epochs above which the small batch needs more epochs
@@ -163,26 +162,15 @@ def _not_trained_out(contents: StudyContents) -> Iterator[str]:
     first_epoch = 0
     for metrics in contents.of(REFERENCE_COLUMN, contents.study.small_batch):
         tested = [row for row in metrics.epochs if not math.isnan(contents.accuracy(row))]
-        pair = _late_pair(tested, epochs)
-        if pair is not None:
-            earlier, last = pair
-            first_epoch = first_epoch or earlier.epoch
-            gains.append(contents.accuracy(last) - contents.accuracy(earlier))
+        earlier = [row for row in tested if row.epoch <= 0.9 * epochs]
+        if earlier and tested[-1].epoch >= epochs:
+            first_epoch = first_epoch or earlier[-1].epoch
+            gains.append(contents.accuracy(tested[-1]) - contents.accuracy(earlier[-1]))
     if gains and (gain := sum(gains) / len(gains)) > TRAINED_OUT:
         yield (
             f"The small batch still gained {points(gain)} from epoch {first_epoch} to {epochs}: it "
             "needs more epochs, and methods that merely train faster look better than they are."
         )
-
-
-def _late_pair(
-    tested: Sequence[EpochMetrics], epochs: int
-) -> tuple[EpochMetrics, EpochMetrics] | None:
-    """Return the last tested epoch before the last tenth of the epochs, and the final epoch."""
-    earlier = [row for row in tested if row.epoch <= 0.9 * epochs]
-    if not earlier or tested[-1].epoch < epochs:
-        return None
-    return earlier[-1], tested[-1]
 
 
 def _edge_rates(contents: StudyContents) -> Iterator[str]:

@@ -68,7 +68,7 @@ class Candidate(Record):
     # the site's overhead included; None if the nodes' power is unknown
     energy_kwh: float | None = None
     # minutes between checkpoints that time and cost assume (a training decides by its own
-    # measurements); None: a script that saves nothing
+    # measurements); None: a script that saves by itself, or not at all
     checkpoint_minutes: float | None = None
     # parts of wall_time_s: steps, evaluation, checkpoints, starts and ends of jobs, repeated (work
     # that restarts do again)
