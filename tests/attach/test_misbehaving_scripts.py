@@ -498,6 +498,7 @@ def test_the_worker_that_failed_first_explains_the_others(tmp_path: Path) -> Non
     error = error_of(worst(outcomes), "workload.script")
     assert isinstance(error, InputError)
     assert "ValueError: the second worker has no more data" in str(error)
+    assert "Traceback" in Path(worst(outcomes).log).read_text()
     # nobody waited for a collective's time limit
     assert time.monotonic() - started < 150
 

@@ -85,6 +85,6 @@ if __name__ == "__main__":
     except SystemExit:
         raise
     except BaseException:  # noqa: BLE001 # of this package: the worker sees that nothing was said
-        traceback.print_exc()
+        sys.stderr.write(traceback.format_exc())
         leave(1)
     sys.exit(exit_code)

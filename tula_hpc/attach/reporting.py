@@ -302,7 +302,8 @@ class Mode(Listener):
         """Say why this process fails and how far it came, and end it."""
         # an error that was never raised has no traceback to show
         if error.__traceback__ is not None:
-            traceback.print_exception(error)
+            # not by `print`, which scripts replace on all workers but the first
+            sys.stderr.write("".join(traceback.format_exception(error)))
         message = failed_by(error)
         detail = f"{message.detail}{self._looked_for(error)}{self._as_one(error)}"
         detail += self.circumstances()
