@@ -734,6 +734,19 @@ def with_a_loader_for_evaluations_alone() -> None:
         optimizer.step()
 
 
+def in_evaluation_mode() -> None:
+    """Do not leave evaluation mode after an evaluation, until a later epoch."""
+    model, optimizer = known()
+    data = TensorDataset(torch.randn(6, 4))
+    for epoch in range(3):
+        model.train(epoch != 1)
+        for (inputs,) in DataLoader(data, 3):
+            torch.autograd.backward(model(inputs).sum())
+            optimizer.step()
+        # gradients are not switched off
+        model.eval()(torch.randn(1, 4))
+
+
 def with_a_loader_for_later_evaluations_alone() -> None:
     model, optimizer = known()
     for _ in range(2):
@@ -1035,6 +1048,13 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
     "with a loader for evaluations alone": (
         with_a_loader_for_evaluations_alone,
         "ready step," + 2 * " begin batch evaluation forward 3 ready step,",
+    ),
+    "in evaluation mode": (
+        in_evaluation_mode,
+        "ready step, begin batch forward 3 ready step, batch forward 3 ready step, evaluation "
+        # only the end of the first such step shows that its pass was of training
+        "begin batch evaluation forward 3 ready step, batch forward 3 ready step, forward 1 "
+        "begin batch forward 3 unused 1 ready step, batch forward 3 ready step, evaluation",
     ),
     "with a loader for later evaluations alone": (
         with_a_loader_for_later_evaluations_alone,

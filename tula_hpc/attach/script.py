@@ -222,8 +222,8 @@ def why_no_passes(
     if not methods:
         how = "write `model(…)` for `model.forward(…)`, `model.module(…)` or calls of its parts"
     return (
-        f"expected forward passes of {model} in training mode in a step, found none; call the model "
-        f"itself, as DistributedDataParallel asks too, and none of its methods or parts: {how}"
+        f"expected forward passes of {model} in a step, found none; call the model itself, as "
+        f"DistributedDataParallel asks too, and none of its methods or parts: {how}"
         f"{other and f'; or, if it calls another model, {other}'}"
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from inspect import isfunction
 from typing import TypeVar
 
@@ -152,6 +152,16 @@ def parameters_of(optimizer: Optimizer) -> set[Tensor]:
 def trained_parameters() -> set[Tensor]:
     """Return the parameters of all optimizers, whether these have stepped or not."""
     return set[Tensor]().union(*map(parameters_of, objects_of(Optimizer)))
+
+
+def trained_apart(known: Sequence[Optimizer | None], owned: set[Tensor]) -> Iterator[set[Tensor]]:
+    """Yield the parameters of each optimizer that is not `known` and has none of `owned`."""
+    for each in objects_of(Optimizer):
+        others = parameters_of(each)
+        # frozen parameters may stay so for long, as those below a head that is trained first
+        is_frozen = not any(parameter.requires_grad for parameter in others)
+        if not is_frozen and owned.isdisjoint(others) and all(each is not one for one in known):
+            yield others
 
 
 def wrapped_and_trained(counted: str | None) -> list[DistributedDataParallel]:

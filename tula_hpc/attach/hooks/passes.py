@@ -277,6 +277,10 @@ class Forwards:
         self.count = 0
         self.most = 0
         self._passes: list[Pass] = []
+        # the last pass since the last step was in evaluation mode, and with gradients; training is
+        # by such passes, as of scripts that never leave that mode after an evaluation
+        self.has_gradients = False
+        self.in_evaluation = False
         # the pass whose output the model returns next; None: that pass is not watched
         self.inside: Pass | None = None
         # None: passes without a gradient are not looked for
@@ -303,6 +307,12 @@ class Forwards:
             self.watch(self._model)
         self.inside = Pass(samples, is_loaded=is_loaded)
         self._passes.append(self.inside)
+
+    def is_in_evaluation(self) -> bool:
+        """Tell whether the step that ends was taken by a pass in evaluation mode alone."""
+        self.has_gradients = False
+        self.in_evaluation = self.count == 0
+        return self.in_evaluation
 
     def end_step(self) -> list[int]:
         """Return the samples of each pass that led to no gradient, if other passes of the step did.

@@ -33,10 +33,10 @@ from torch.utils.hooks import RemovableHandle
 from tula_hpc.attach.hooks.find_model import (
     is_named,
     modules_with,
-    objects_of,
     parameters_of,
     parts_with,
     size_of,
+    trained_apart,
     watch_freezing,
     why_unheld,
     wrapped_and_trained,
@@ -182,7 +182,8 @@ class Hooks:
         forwards = self._forwards
         forwards.inside = None
         latest = self._last
-        if inner.training and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and (inner.training or forwards.in_evaluation):
+            forwards.in_evaluation = not inner.training
             samples = latest.items
             first = args[0] if args else None
             if not (isinstance(first, Tensor) and first.dim() and first.size(0) == samples > 0):
@@ -221,6 +222,7 @@ class Hooks:
         else:
             self._use_next()
             self._is_evaluated = True
+            forwards.has_gradients = torch.is_grad_enabled()
             self.listener.evaluating()
 
     def _source_of(self, samples: int) -> int:
@@ -367,6 +369,8 @@ class Hooks:
             )
             self.listener.refuse(why)
         forwards = self._forwards
+        if forwards.has_gradients and forwards.is_in_evaluation():
+            self.listener.forward_begins(self._last.items)
         if forwards.hook is None:
             forwards.count = 0
         else:
@@ -474,15 +478,8 @@ class Hooks:
         if self.further_steps >= MOST_AWAITED:
             return False
         known = [self.optimizer, *self.others, *self._past]
-        for each in objects_of(Optimizer):
-            others = parameters_of(each)
-            # frozen parameters may stay so for long, as those below a head that is trained first
-            is_frozen = not any(parameter.requires_grad for parameter in others)
-            if is_frozen or any(each is one for one in known) or not owned.isdisjoint(others):
-                continue
-            if any(size_of(found) > size_of(model) for found in self._modules_of(others)[:1]):
-                return True
-        return False
+        held = (self._modules_of(apart) for apart in trained_apart(known, owned))
+        return any(found and size_of(found[0]) > size_of(model) for found in held)
 
     def _await_whole(self, owned: set[Tensor]) -> None:
         """Watch the module that holds these parameters, the model's among them, once it is called.
