@@ -735,14 +735,15 @@ def with_a_loader_for_evaluations_alone() -> None:
 
 
 def in_evaluation_mode() -> None:
-    """Do not leave evaluation mode after an evaluation, until a later epoch."""
+    """Do not leave evaluation mode after an evaluation, until a later epoch; accumulate gradients."""
     model, optimizer = known()
-    data = TensorDataset(torch.randn(6, 4))
+    data = TensorDataset(torch.randn(12, 4))
     for epoch in range(3):
         model.train(epoch != 1)
-        for (inputs,) in DataLoader(data, 3):
+        for number, (inputs,) in enumerate(DataLoader(data, 3)):
             torch.autograd.backward(model(inputs).sum())
-            optimizer.step()
+            if number % 2:
+                optimizer.step()
         # gradients are not switched off
         model.eval()(torch.randn(1, 4))
 
@@ -1051,10 +1052,13 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
     ),
     "in evaluation mode": (
         in_evaluation_mode,
-        "ready step, begin batch forward 3 ready step, batch forward 3 ready step, evaluation "
-        # only the end of the first such step shows that its pass was of training
-        "begin batch evaluation forward 3 ready step, batch forward 3 ready step, forward 1 "
-        "begin batch forward 3 unused 1 ready step, batch forward 3 ready step, evaluation",
+        "ready step, begin"
+        + 2 * " batch forward 3 batch forward 3 ready step,"
+        # only the end of the first such step shows that its passes were of training
+        + " evaluation begin batch evaluation batch evaluation forward 3 forward 3 ready step,"
+        + " batch forward 3 batch forward 3 ready step, forward 1"
+        + " begin batch forward 3 batch forward 3 unused 1 ready step,"
+        + " batch forward 3 batch forward 3 ready step, evaluation",
     ),
     "with a loader for later evaluations alone": (
         with_a_loader_for_later_evaluations_alone,

@@ -277,9 +277,9 @@ class Forwards:
         self.count = 0
         self.most = 0
         self._passes: list[Pass] = []
-        # the last pass since the last step was in evaluation mode, and with gradients; training is
-        # by such passes, as of scripts that never leave that mode after an evaluation
-        self.has_gradients = False
+        # latest passes since the last step, if they were in evaluation mode and with gradients
+        self.evaluated = 0
+        # training is by such passes, as of scripts that never leave that mode after an evaluation
         self.in_evaluation = False
         # the pass whose output the model returns next; None: that pass is not watched
         self.inside: Pass | None = None
@@ -308,11 +308,15 @@ class Forwards:
         self.inside = Pass(samples, is_loaded=is_loaded)
         self._passes.append(self.inside)
 
-    def is_in_evaluation(self) -> bool:
-        """Tell whether the step that ends was taken by a pass in evaluation mode alone."""
-        self.has_gradients = False
+    def take_evaluated(self, backward: int) -> int:
+        """Return how many passes in evaluation mode took the step that ends; 0 if others did.
+
+        `backward` passes came since the last step, none of which was an evaluation's.
+        """
+        passes = min(self.evaluated, max(1, backward))
+        self.evaluated = 0
         self.in_evaluation = self.count == 0
-        return self.in_evaluation
+        return passes if self.in_evaluation else 0
 
     def end_step(self) -> list[int]:
         """Return the samples of each pass that led to no gradient, if other passes of the step did.

@@ -222,7 +222,7 @@ class Hooks:
         else:
             self._use_next()
             self._is_evaluated = True
-            forwards.has_gradients = torch.is_grad_enabled()
+            forwards.evaluated = forwards.evaluated + 1 if torch.is_grad_enabled() else 0
             self.listener.evaluating()
 
     def _source_of(self, samples: int) -> int:
@@ -369,8 +369,10 @@ class Hooks:
             )
             self.listener.refuse(why)
         forwards = self._forwards
-        if forwards.has_gradients and forwards.is_in_evaluation():
-            self.listener.forward_begins(self._last.items)
+        if forwards.evaluated:
+            backward = self.backward.count - max(0, self.partners.passes)
+            for _ in range(forwards.take_evaluated(backward)):
+                self.listener.forward_begins(self._last.items)
         if forwards.hook is None:
             forwards.count = 0
         else:
