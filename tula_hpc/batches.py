@@ -19,6 +19,8 @@ from torch.utils.data.dataloader import _DatasetKind
 Batch = Any
 # a sampler with at least this many times an epoch's samples is taken to be endless
 ENDLESS = 1000
+# attribute of an iterator that has the number of items in each batch so far
+CUTS = "_tula_cuts"
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
@@ -119,6 +121,8 @@ class LoaderPass:
         self.size = size if isinstance(size, int) else 0
         # some scripts cut all batches of an epoch beforehand, as fairseq does by their tokens
         self._cut: list[Any] = batches if isinstance(batches, list) else []
+        # items in each batch that a sampler of the script's own has cut so far; see `note_cuts`
+        self._noted: list[int] = getattr(iterator, CUTS, [])
         if getattr(batches, "split_batches", False):
             # accelerate splits each batch of this sampler between the workers
             self.size //= batches.num_processes
@@ -165,9 +169,10 @@ class LoaderPass:
 
         Its tensors need not show them: graphs are joined into one.
         """
-        size = self.size
         if self._is_collated and 0 < count <= len(self._cut):
             return len(self._cut[count - 1])
+        is_noted = 0 < count <= len(self._noted)
+        size = self._noted[count - 1] if is_noted else self.size
         if not self._is_collated or not size:
             return 0
         if size == 1:
@@ -175,12 +180,35 @@ class LoaderPass:
             if not isinstance(first, list | tuple):
                 # the item may be a whole batch that the data set has made
                 return 0
-        if self.drawn:
+        if self.drawn and not is_noted:
             left = self.drawn - (count - 1) * size
             return size if left >= size else max(0, left)
         # An endless sampler fills each batch. An iterable data set may not, but a list shows it.
         is_listed = isinstance(batch, list) and len(batch) == size
         return size if self._is_indexed or is_listed else 0
+
+
+def note_cuts(iterator: Any) -> None:
+    """Have an iterator of a torch loader note the items of its batches if these have no fixed size.
+
+    Call this whenever the iterator was made or reset. Its batches need not show their items: those
+    that a sampler has cut by their tokens may be joined in one row.
+    """
+    batches = getattr(iterator, "_index_sampler", None)
+    indices = getattr(iterator, "_sampler_iter", None)
+    # a list shows its batches by itself; a state of the iterator over indices may be asked for
+    if isinstance(batches, list) or indices is None or hasattr(indices, "state_dict"):
+        return
+    if iterator._auto_collation and not isinstance(getattr(batches, "batch_size", None), int):
+        cuts: list[int] = []
+        setattr(iterator, CUTS, cuts)
+        iterator._sampler_iter = _noting(indices, cuts)
+
+
+def _noting(indices: Iterator[Any], cuts: list[int]) -> Iterator[Any]:
+    for index in indices:
+        cuts.append(len(index))
+        yield index
 
 
 def _drops_last(batches: Any) -> bool:

@@ -185,6 +185,17 @@ def test_batches_that_were_cut_beforehand_show_their_items() -> None:
     assert [LoaderPass(loader).items_in(batch, count) for count, batch in enumerate(loader, 1)] == [3, 2]
 
 
+class Bins(Sampler[list[int]]):
+    """Batches of items that fill up a number of tokens, as of axolotl's MultipackBatchSampler."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1, 2], [3], [4, 5]])
+
+
+def in_a_row(items: list[tuple[Tensor]]) -> Tensor:
+    return torch.cat([item[None] for (item,) in items])[None]
+
+
 def steps_first(items: list[tuple[Tensor]]) -> Tensor:
     return torch.stack([item for (item,) in items], 1)
 
@@ -408,6 +419,15 @@ def with_actions_and_a_loader() -> None:
         for inputs, _ in DataLoader(TensorDataset(torch.randn(8, 4), done), 4):
             torch.autograd.backward(model(inputs).sum())
             optimizer.step()
+
+
+def with_batches_in_one_row() -> None:
+    """Join the items of each batch, by a process of the loader that is ahead."""
+    model, optimizer = known()
+    data = TensorDataset(torch.randn(6, 4))
+    for batch in DataLoader(data, batch_sampler=Bins(), collate_fn=in_a_row, num_workers=1):
+        torch.autograd.backward(model(batch).sum())
+        optimizer.step()
 
 
 def with_actions_later() -> None:
@@ -958,6 +978,10 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
         "ready step,"
         + 2
         * (4 * " forward 2" + " begin batch forward 4" + 4 * " unused 2" + " ready step, batch forward 4 ready step"),
+    ),
+    "with batches in one row": (
+        with_batches_in_one_row,
+        "ready step, begin begin batch forward 3 ready step, batch forward 1 ready step, batch forward 2 ready step",
     ),
     "with actions later": (
         with_actions_later,

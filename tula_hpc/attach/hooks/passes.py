@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tula_hpc.attach.hooks.find_model import objects_of
 from tula_hpc.attach.hooks.patches import after_forward
-from tula_hpc.batches import LoaderPass, data_of, leaves_of, tensors_of
+from tula_hpc.batches import LoaderPass, data_of, leaves_of, note_cuts, tensors_of
 
 # steps, or backward passes, that are too few to judge by
 FEW_STEPS = 8
@@ -167,6 +167,7 @@ class Sources:
 
     def begin(self, loader: object) -> None:
         """Forget what an iterator said of its last pass, as the next pass may be longer."""
+        note_cuts(loader)
         known = self._known.get(loader)
         if known is not None:
             known.loader_pass = None
