@@ -928,6 +928,42 @@ def with_a_later_optimizer() -> None:
     optimizer.step()
 
 
+class LayerByLayer(nn.Module):
+    """A model that calls the trained layers, which a module of their own holds, one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.frozen = nn.Linear(4, 2).requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.trained:
+            inputs = layer(inputs)
+        return {"logits": self.frozen(inputs)}
+
+
+class Both(nn.Module):
+    """A module that holds a model and another one, which it calls."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.other = model, nn.Linear(4, 2)
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return self.other(inputs)
+
+
+def with_layers_one_by_one() -> None:
+    """Train some layers of a larger model, as LoRA does."""
+    model = LayerByLayer()
+    both = Both(model)
+    optimizer = torch.optim.SGD(model.trained.parameters(), 0.1)
+    for _ in range(3):
+        both(torch.randn(1, 4))
+        torch.autograd.backward(model(torch.randn(3, 4))["logits"].sum())
+        optimizer.step()
+
+
 class WithoutLength(nn.Linear):
     """A stand-in for what torch.compile returns."""
 
@@ -983,6 +1019,7 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
         with_batches_in_one_row,
         "ready step, begin begin batch forward 3 ready step, batch forward 1 ready step, batch forward 2 ready step",
     ),
+    "with layers one by one": (with_layers_one_by_one, "ready step, forward 3 ready step, forward 3 ready step"),
     "with actions later": (
         with_actions_later,
         "ready step,"

@@ -34,12 +34,24 @@ def modules_with(owned: set[Tensor]) -> list[nn.Module]:
 
     A wrapper has the same parameters as the module inside it, but one module more.
     """
+    holders = _holders_of(owned)
+    return [module for size, module in holders if size == holders[0][0]]
+
+
+def larger_than(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that have all of a model's parameters and others, the smallest first."""
+    holders = _holders_of(set(model.parameters()))
+    return [module for size, module in holders if size > holders[0][0]]
+
+
+def _holders_of(owned: set[Tensor]) -> list[tuple[int, nn.Module]]:
+    """Return the modules that have these parameters, by their sizes, inner ones first."""
     holders = []
     for module in _called():
         if owned <= set(module.parameters()):
             holders.append((size_of(module), len(list(module.modules())), module))
     holders.sort(key=lambda each: each[:2])
-    return [module for size, _, module in holders if size == holders[0][0]]
+    return [(size, module) for size, _, module in holders]
 
 
 def parts_with(owned: set[Tensor]) -> list[nn.Module]:

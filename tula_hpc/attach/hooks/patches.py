@@ -13,10 +13,11 @@ from functools import partial, wraps
 from threading import get_ident
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, dataloader
 from torch.utils.hooks import RemovableHandle
 
+from tula_hpc.batches import tensors_of
 from tula_hpc.ddp.rendezvous import LOOPBACK
 
 
@@ -102,8 +103,16 @@ class _Uncopied(partial[None]):
         return getattr, (nullcontext(), "__exit__")
 
 
-def at_first_call(modules: Iterable[nn.Module], then: Callable[..., None]) -> None:
-    """Call a function before the first forward pass of any of these modules, with its arguments."""
+def at_first_call(
+    modules: Iterable[nn.Module], then: Callable[..., None], around: Iterable[nn.Module] = ()
+) -> None:
+    """Call a function before the first forward pass of any of these modules, with its arguments.
+
+    A pass of a module `around` all of them is taken instead once it has ended, if it has used their
+    parameters without calling them: its class may go through the layers of an `nn.Sequential`
+    itself, and calls inside what torch.compile returns go by unnoticed.
+    """
+    inner = list(modules)
     handles: list[Any] = []
 
     def begin(*call: Any) -> None:
@@ -111,7 +120,27 @@ def at_first_call(modules: Iterable[nn.Module], then: Callable[..., None]) -> No
             handle.remove()
         then(*call)
 
-    handles += [before_forward(module, begin) for module in modules]
+    def end(module: nn.Module, args: object, kwargs: object, output: object) -> None:
+        if reaches(output, {p for each in inner for p in each.parameters()}):
+            begin(module, args, kwargs)
+
+    handles += [before_forward(module, begin) for module in inner]
+    handles += [each.register_forward_hook(_Uncopied(end), with_kwargs=True) for each in around]
+
+
+def reaches(output: object, parameters: set[Tensor]) -> bool:
+    """Tell whether a backward pass from a module's output comes to any of these parameters."""
+    left = [tensor.grad_fn for tensor in tensors_of(output)]
+    known = set[object]()
+    while left:
+        node = left.pop()
+        if node is None or node in known:
+            continue
+        known.add(node)
+        if getattr(node, "variable", None) in parameters:
+            return True
+        left += [each for each, _ in node.next_functions]
+    return False
 
 
 def after_closure(args: tuple[Any, ...], kwargs: Any, then: Callable[[int], None]) -> Any:

@@ -6,9 +6,8 @@ script wraps in `DistributedDataParallel`. If it wraps none, as with a single wo
 found at the first step: it is the module that holds the optimizer's parameters. Only steps of the
 optimizer that has the model's parameters count, so that those of a GAN's second optimizer do not.
 
-A step that `GradScaler` skips fires no hook. Lightning runs forward and backward in a closure,
-inside `optimizer.step`: the closure is wrapped, so that `gradients_ready` still comes after the
-backward pass and before the parameters change.
+A step that `GradScaler` skips fires no hook. Lightning runs forward and backward in a closure, in
+`optimizer.step`. It is wrapped: `gradients_ready` comes when it ends, before parameters change.
 
 Batches of torch's `DataLoader` are watched where its iterator gives them out. If a script loads in
 another way, the time between a step's end and the next forward pass is its wait for batches.
@@ -32,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tula_hpc.attach.hooks.find_model import (
     is_named,
+    larger_than,
     modules_with,
     parameters_of,
     parts_with,
@@ -172,7 +172,7 @@ class Hooks:
                 self._watch(model)
                 self._before_forward(model, args, kwargs)
 
-        at_first_call(modules, begin)
+        at_first_call(modules, begin, larger_than(modules[0]))
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
         # evaluation has no gradients; Lightning switches the mode of the inner model only
