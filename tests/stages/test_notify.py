@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tula_hpc.cli.pipeline import carry_out
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import unix_time
+from tula_hpc.errors import StageError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.records import RunDirectory
 from tula_hpc.stages import notify as notifications
@@ -99,3 +101,19 @@ def test_without_the_key_nothing_is_kept(tmp_path: Path) -> None:
     notify(sweep, "sweep_ended", "done")
     notify_of_news(sweep, running=1)
     assert not sweep.run.notifications_file.exists()
+
+
+def test_a_study_has_either_ended_or_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = sweep_with(tmp_path)
+    study = {"methods": ["lbt"], "batches": [256], "seeds": [0]}
+    sweep = sweep._replace(spec=SweepSpec.model_validate({"name": "x", "study": study}))
+    ends: list[dict[str, str]] = [{"study/lbt": "bug: why"}, {}]
+    monkeypatch.setattr("tula_hpc.cli.pipeline.study_stage", lambda _: ends.pop(0))
+    monkeypatch.setattr("tula_hpc.cli.pipeline.try_before_jobs", lambda _: True)
+    with pytest.raises(StageError):
+        carry_out(sweep, "train")
+    assert carry_out(sweep, "train") == 0
+    assert [line.rpartition("|")[0] for line in lines_of(tmp_path)] == [
+        "sweep_failed|x: study: 1 training without a result:",
+        "sweep_ended|x: 2 trainings done",
+    ]

@@ -390,17 +390,13 @@ def _run_study(sweep: Sweep, *, report: bool) -> int:
     if not all(sweep.run.train(cell.label).result_file.exists() for cell in cells):
         try_before_jobs(sweep)
     failures = study_stage(sweep)
-    notify(
-        sweep,
-        "sweep_ended",
-        f"{len(cells) - len(failures)} of {plural(len(cells), 'training')} done",
-    )
     if report:
         from tula_hpc.analysis.report.study_page import report_study
 
         print(report_study(sweep.run))
     if failures:
         raise StageError(_describe(failures))
+    notify(sweep, "sweep_ended", f"{plural(len(cells), 'training')} done")
     return 0
 
 
