@@ -27,7 +27,7 @@ from tula_hpc.launch.launcher import NOTICE, Launcher
 from tula_hpc.launch.slurm import JobState, Leaving, accounted_runs
 from tula_hpc.launch.slurm_executor import SlurmJobs, could_start
 from tula_hpc.records import RunDirectory, write_atomically
-from tula_hpc.stages.preview import Script, _asked, script_of
+from tula_hpc.stages.preview import Preview, Script, _asked, script_of
 from tula_hpc.status import __main__ as status
 from tula_hpc.status.jobs import JobPhase
 
@@ -484,6 +484,21 @@ def test_a_job_larger_than_any_node_is_refused_with_what_it_asks_for() -> None:
     message = _asked(script, RefusedError("sbatch: error: Requested node configuration is not available"))
     assert message == "; it asks for nodes=8, cpus-per-task=64"
     assert _asked(script, RefusedError("invalid partition")) == ""
+
+
+def test_a_refusal_counts_even_if_slurm_then_answers_no_more(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = [RefusedError("invalid account"), LaunchError("sbatch gives no answer")]
+
+    def refuse(_: str) -> str:
+        raise answers.pop(0)
+
+    monkeypatch.setattr(slurm, "available", lambda: True)
+    monkeypatch.setattr("tula_hpc.stages.preview.could_start", refuse)
+    with pytest.raises(RefusedError, match="Slurm would refuse 1 of 2 submissions"):
+        Preview([], [Script("profile", ""), Script("train", "")]).show()
+    assert "  profile: refused: invalid account\n  sbatch gives no answer\n" in capsys.readouterr().out
 
 
 def test_a_dry_run_asks_about_an_array_that_the_site_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,7 @@ def _ask_slurm(scripts: Sequence[Script]) -> None:
                 refused += 1
         except LaunchError as error:
             sys.stdout.write(f"  {error}\n")
-            return
+            break
         sys.stdout.write(f"  {script.title}: {answer}\n")
         sys.stdout.flush()
     if refused:
