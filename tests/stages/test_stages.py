@@ -25,7 +25,7 @@ from tula_hpc.records import (
     rank_file,
     write_atomically,
 )
-from tula_hpc.records.events import JobFailure, SubmissionData, setup_failures
+from tula_hpc.records.events import JobFailure, StopReason, SubmissionData, setup_failures
 from tula_hpc.stages.context import StageProgress, Sweep, describe_failures, profiling_left_s
 from tula_hpc.stages.plan import AS_BEGUN, plan_stage
 from tula_hpc.stages.train import next_candidate, time_limit_advice, training_tick
@@ -95,6 +95,14 @@ def test_a_training_that_timed_out_in_its_last_evaluation_names_the_key_to_raise
     sweep = Sweep(SweepSpec.model_validate({"name": "x", "workload": {"epochs": 3}}), ClusterSpec(), run)
     advice = time_limit_advice(sweep, "main", JobFailure(Failure.TIMED_OUT))
     assert advice == f"raise train_minutes in the cluster file (now {ClusterSpec().train_minutes})"
+
+
+@pytest.mark.parametrize(("executor", "left"), [("slurm", ", of which signal_delay_s leaves 90 s"), ("local", "")])
+def test_the_time_for_stopping_is_named_where_a_key_sets_it(run: RunDirectory, executor: str, left: str) -> None:
+    sweep = Sweep(SweepSpec(name="x"), ClusterSpec.model_validate({"executor": executor}), run)
+    advice = time_limit_advice(sweep, "main", JobFailure(Failure.TIMED_OUT, stop=StopReason.LIMIT_IN_VAIN))
+    for_stopping = f"{left} for stopping" if left else ""
+    assert advice == f"raise train_minutes in the cluster file (now 1440{for_stopping})"
 
 
 def test_a_plan_is_kept_once_training_began(run: RunDirectory) -> None:

@@ -479,6 +479,16 @@ def test_the_end_of_requeues_has_the_trainings_own_words(
     assert ended.failure is Failure.PREEMPTED
 
 
+def test_the_end_of_requeues_of_a_script_that_keeps_nothing_does_not_say_that_work_is_saved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, used_up: Callable[[int], Failure]
+) -> None:
+    (tmp_path / "train.py").touch()
+    work = {"script": str(tmp_path / "train.py"), "arguments": ["{local_batch}"], "samples": 640, "epochs": 3}
+    monkeypatch.setattr(sys.modules[__name__], "SPEC", SweepSpec.model_validate({"name": "x", "workload": work}))
+    _, error = train(monkeypatch, tmp_path, used_up)
+    assert error.startswith(f"train: {SENTENCE}, the last time in job 1; a larger train_minutes")
+
+
 def test_a_script_that_would_begin_anew_after_its_time_limit_is_given_up(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -490,8 +500,7 @@ def test_a_script_that_would_begin_anew_after_its_time_limit_is_given_up(
 
     scheduler, error = train(monkeypatch, tmp_path, end_of)
     assert scheduler.jobs == 1
-    left = ", of which signal_delay_s leaves 90 s for stopping"
-    advice = f"raise train_minutes in the cluster file (now 1440{left}), or let it go on where it stopped"
+    advice = "raise train_minutes in the cluster file (now 1440), or let it go on where it stopped"
     assert error.startswith(f"train: why; {advice}: set workload.resume_arguments, or have the script keep its state")
     assert [event.failure for event in scheduler.run.events() if event.event == "ended"] == [Failure.TIMED_OUT]
 

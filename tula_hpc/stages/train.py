@@ -275,10 +275,10 @@ def _why_given_up(sweep: Sweep, outcome: Settled) -> str:
     job_id, failure = outcome.end.job.job_id, outcome.failure
     advice = time_limit_advice(sweep, MAIN_LABEL, failure)
     if failure.stop is StopReason.REQUEUES_EXHAUSTED:
-        return (
-            f"{failure.detail}, the last time in job {job_id}; all work is saved, and the same "
-            f"command continues it; {advice}"
-        )
+        saved = ""
+        if not _starts_over(sweep):
+            saved = "all work is saved, and the same command continues it; "
+        return f"{failure.detail}, the last time in job {job_id}; {saved}{advice}"
     if failure.stop is StopReason.LIMIT_IN_VAIN:
         return (
             f"{failure.detail}; {advice}, or let it go on where it stopped: set "
@@ -302,7 +302,8 @@ def time_limit_advice(sweep: Sweep, label: str, failure: JobFailure) -> str:
     if not (is_used_up or is_in_vain or failure.kind is Failure.TIMED_OUT):
         return ""
     limit = f"now {sweep.cluster.train_minutes}"
-    if is_in_vain:
+    # on this machine the key has no effect
+    if is_in_vain and sweep.cluster.executor == "slurm":
         limit += f", of which signal_delay_s leaves {sweep.cluster.signal_delay_s} s for stopping"
     epochs = sweep.spec.workload.epochs
     # metrics that cannot be read only leave the pace out of the advice
