@@ -248,6 +248,14 @@ def test_the_first_pass_of_a_resumed_script_changes_its_model_once() -> None:
     assert (following.changed.item(), following.count.item()) == (1.0, 1.0)
 
 
+@pytest.mark.usefixtures("alone")
+def test_the_first_pass_of_a_resumed_script_does_not_go_back_through_another_model() -> None:
+    model, other = DistributedDataParallel(nn.Linear(2, 1)), nn.Linear(2, 2)
+    rehearse_first_pass(model, lambda: None)
+    torch.autograd.backward(model(other(torch.ones(3, 2)).square()).sum())
+    assert other.weight.grad is not None
+
+
 @pytest.fixture(scope="module", autouse=True)
 def forked() -> Iterator[None]:
     with forking_scripts():

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc.attach.hooks.patches import before_forward
 from tula_hpc.attach.train.loaders import random_state, set_random_state
-from tula_hpc.batches import tensors_of
+from tula_hpc.batches import map_tensors, tensors_of
 
 
 def rehearse_first_pass(
@@ -60,8 +60,10 @@ def _rehearse(
     for parameter, _ in gradients:
         parameter.grad = None
     model.require_backward_grad_sync = True
+    # inputs may be another model's outputs, through which the script has yet to go backward
+    own_args, own_kwargs = map_tensors(_as_leaf, (args, kwargs))
     # not the module itself, whose hooks would count another pass
-    outputs = model.forward(*args, **kwargs)  # type: ignore[no-untyped-call] # torch's
+    outputs = model.forward(*own_args, **own_kwargs)  # type: ignore[no-untyped-call] # torch's
     sums: list[Tensor] = [t.float().sum() for t in tensors_of(outputs) if t.requires_grad]
     if sums:
         torch.stack(sums).sum().backward()  # type: ignore[no-untyped-call] # torch's
@@ -76,3 +78,8 @@ def _rehearse(
             tensor.copy_(value)
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+def _as_leaf(tensor: Tensor) -> Tensor:
+    """Return a tensor from which no gradient goes further back."""
+    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
