@@ -136,6 +136,12 @@ def test_a_method_that_is_called_past_the_wrapper_is_named(tmp_path: Path) -> No
     assert "end its class with `forward = loss`, and write `model(…)` for `model.loss(…)`" in message.detail
 
 
+def test_workers_that_exchange_no_gradients_are_refused(tmp_path: Path) -> None:
+    message = misbehave("averages its weights", tmp_path, world=2).message
+    assert message.failure is Failure.BAD_INPUT
+    assert "takes its steps within no_sync, so that its workers exchange no gradients" in message.detail
+
+
 @pytest.mark.parametrize("how", ["hangs", "hangs later"])
 def test_a_script_that_takes_no_step_is_given_up(how: str, tmp_path: Path) -> None:
     # the second worker takes steps before that, even on a busy machine

@@ -390,6 +390,12 @@ class MeasuredSteps(Mode):
             )
         if world > 1 and not isinstance(model, DistributedDataParallel):
             raise self.unwrapped(name_of(model))
+        if world > 1 and not getattr(model, "require_backward_grad_sync", True):
+            raise InputError(
+                f"{name} takes its steps within no_sync, so that its workers exchange no gradients; "
+                "ways to train that average weights instead, as accelerate's LocalSGD, are not "
+                "measured or planned"
+            )
         if world > 1 and dist.get_world_size() != world:
             raise InputError(
                 f"{name} made a process group of {dist.get_world_size()} workers; expected "

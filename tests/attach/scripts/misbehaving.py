@@ -326,6 +326,14 @@ def has_partners() -> None:
             raise ValueError("a profile has changed the model")
 
 
+def averages_its_weights() -> None:
+    """Step on each worker's own gradients, as local SGD does between its averages."""
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(nn.Linear(8, 4))
+    with model.no_sync():
+        trains(model)
+
+
 def loads(*, shares: bool) -> None:
     model, optimizer = build()
     dataset = TensorDataset(torch.randn(1000, 8))
@@ -597,6 +605,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "waits apart": lambda: waits_apart(1800.0),
     "waits apart, and gives up": lambda: waits_apart(8.0),
     "shares its data": lambda: loads(shares=True),
+    "averages its weights": averages_its_weights,
     "shares no data": lambda: loads(shares=False),
 }
 
