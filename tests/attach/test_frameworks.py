@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -170,6 +171,14 @@ def test_averages_that_are_stopped_in_their_first_epoch_go_on_as_undisturbed(tmp
     assert_same(whole, scenario, lines=set)
 
 
+def test_layers_that_lightning_unfreezes_in_an_epoch_are_not_frozen_again(tmp_path: Path, alone: Alone) -> None:
+    arguments = ("--samples", "64", "--unfrozen")
+    whole = alone(LIGHTNING, 1, *arguments)
+    scenario = Scenario(tmp_path / "run", 1, arguments, script=LIGHTNING)
+    assert [scenario.start(11), scenario.start()] == [[STOPPED], [EXITED]]
+    assert_same(whole, scenario)
+
+
 @pytest.mark.parametrize(("how", "steps"), [("--search", 12), ("--finder", 20)])
 def test_a_search_for_a_rate_is_not_part_of_the_training_after_it(
     tmp_path: Path, alone: Alone, how: str, steps: int
@@ -184,6 +193,17 @@ def test_a_search_for_a_rate_is_not_part_of_the_training_after_it(
     assert all(torch.equal(value, scenario.weights()[name]) for name, value in whole.weights().items())
     metrics = read_metrics(scenario.run.train().metrics_file)
     assert [(row.step, row.samples_seen) for row in metrics.epochs] == [(8, 64), (16, 128)]
+
+
+def test_of_several_validation_loaders_of_lightning_the_first_ones_scores_are_reported() -> None:
+    from tula_hpc.attach.frameworks.lightning_fit import KeptFit
+
+    logged = {"val_loss/dataloader_idx_0": 0.5, "val_loss/dataloader_idx_1": 2.0, "val/acc/dataloader_idx_0": 0.75}
+    trainer = SimpleNamespace(sanity_checking=False, callback_metrics=logged)
+    told: dict[str, float] = {}
+    callback: Any = SimpleNamespace(keeper=SimpleNamespace(report=told.update))
+    KeptFit.on_validation_end(callback, trainer, None)
+    assert told == {"test_loss": 0.5, "test_accuracy": 0.75}
 
 
 SEARCHES = """

@@ -2,7 +2,7 @@
 
 on_lightning.py --batch-size 8 --epochs 2 [--samples 128] [--by-hand] [--accumulate 2] [--max-steps 14] [--width 32]
                 [--log FOLDER] [--pause 0.1] [--early] [--averaged] [--loader-workers 1]
-                [--stream] [--cycled] [--search] [--finder] [--plateau] [--anew]
+                [--stream] [--cycled] [--search] [--finder] [--plateau] [--anew] [--unfrozen]
 """
 
 from __future__ import annotations
@@ -64,12 +64,21 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc] # no types ar
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
+        if options.plateau:
+            # an object that torch.load refuses unless it is told otherwise
+            self.save_hyperparameters()
         self.automatic_optimization, self.pause_s = not options.by_hand, options.pause
         # where a search for a rate expects it
         self.lr, self.has_plateau, width = 0.1, options.plateau, options.width
         self.layers = nn.Sequential(
             nn.Linear(16, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 4)
         )
+        self.is_unfrozen_later = options.unfrozen
+        self.layers[0].requires_grad_(not options.unfrozen)
+
+    def on_train_epoch_start(self) -> None:
+        if self.is_unfrozen_later and self.current_epoch == 1:
+            self.layers[0].requires_grad_()
 
     def forward(self, inputs: Tensor) -> Any:
         return self.layers(inputs)
@@ -123,6 +132,7 @@ def options_given() -> argparse.Namespace:
     parser.add_argument("--finder", action="store_true")
     parser.add_argument("--plateau", action="store_true")
     parser.add_argument("--anew", action="store_true")
+    parser.add_argument("--unfrozen", action="store_true")
     return parser.parse_args()
 
 

@@ -78,9 +78,9 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
         """Keep a Trainer that is about to train; return the checkpoint that it goes on from.
 
         Raises:
-            InputError: This callback has been in a training before.
+            InputError: This callback, or another one, has been in a training before.
         """
-        if self.trainer is not None:
+        if self.trainer is not None or self.keeper.has_begun:
             raise InputError(
                 "serves one call of Trainer.train; leave it out of further calls",
                 source="tula.trainer_callback",

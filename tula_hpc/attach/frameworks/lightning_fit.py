@@ -47,6 +47,8 @@ SCORES = {
 }
 # Lightning's file in the folder of a checkpoint
 FILE = "lightning.ckpt"
+# end of the names of what is logged with the first of several validation loaders
+FIRST = "/dataloader_idx_0"
 
 
 def callback_for(keeper: Any) -> Callback:
@@ -84,6 +86,9 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
                 checkpoint = self.take(trainer)
                 if checkpoint is not None:
                     given.arguments["ckpt_path"] = checkpoint
+                    if "weights_only" in signature.parameters:
+                        # saved hyperparameters may be objects of the script's own classes
+                        given.arguments.setdefault("weights_only", False)
             return original(*given.args, **given.kwargs)
 
         Trainer.fit = fit
@@ -108,9 +113,9 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         """Keep a Trainer that is about to train; return the checkpoint that it goes on from.
 
         Raises:
-            InputError: This callback has been in a training before.
+            InputError: This callback, or another one, has been in a training before.
         """
-        if self.trainer is not None:
+        if self.trainer is not None or self.keeper.has_begun:
             raise InputError(
                 "serves one call of Trainer.fit; leave it out of further calls",
                 source="tula.lightning_callback",
@@ -159,7 +164,10 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
 
     def _save(self, folder: Path) -> None:
         metrics = dict(self.trainer.callback_metrics)
-        self.more = {"metrics": metrics, "rates": self._found_rates()}
+        frozen = {
+            name: getattr(*found) for name, found in _frozen_by(self.trainer.lightning_module)
+        }
+        self.more = {"metrics": metrics, "rates": self._found_rates(), "frozen": frozen}
         # the optimizer's state and the rest, too
         self.trainer.save_checkpoint(folder / FILE, weights_only=False)
         self.more = {}
@@ -223,6 +231,9 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
         trainer.callback_metrics.update(self.more.get("metrics", {}))
         for name, rate in self.more.get("rates", {}).items():
             lightning_setattr(pl_module, name, rate)
+        frozen = self.more.get("frozen", {})
+        for name, (holder, switch) in _frozen_by(pl_module):
+            setattr(holder, switch, frozen.get(name, getattr(holder, switch)))
         self.more = {}
         self._load_anew_as_before(trainer.fit_loop)
         if not self.keeper.progress.loops:
@@ -244,7 +255,7 @@ class KeptFit(Callback):  # type: ignore[misc] # no types are read from lightnin
             return
         # many log them in groups, as val/loss
         logged = trainer.callback_metrics.items()
-        metrics = {name.replace("/", "_"): value for name, value in logged}
+        metrics = {name.removesuffix(FIRST).replace("/", "_"): value for name, value in logged}
         scores = {}
         for score, names in SCORES.items():
             known = [float(metrics[name]) for name in names if name in metrics]
@@ -294,6 +305,18 @@ def _begin_and_end(loop: Any) -> None:
     loop.setup_data()
     loop.on_run_start()
     loop.on_run_end()
+
+
+def _frozen_by(module: Any) -> Iterator[tuple[str, tuple[Any, str]]]:
+    """Yield what freezes and unfreezes layers, by name: an object with one of its attributes.
+
+    Callbacks that fine-tune, and modules themselves, unfreeze layers when an epoch begins.
+    """
+    for name, parameter in module.named_parameters():
+        yield name, (parameter, "requires_grad")
+    for name, layer in module.named_modules():
+        if hasattr(layer, "track_running_stats"):
+            yield name, (layer, "track_running_stats")
 
 
 def _draws_late(combined: Any) -> bool:
