@@ -766,3 +766,13 @@ def test_weights_are_found_by_the_run_or_by_a_file_of_it(tmp_path: Path) -> None
     newest.write_bytes(newest.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=rf"{newest}: .*; the one before it is {path}"):
         load_model(tmp_path)
+
+
+def test_of_a_studys_many_models_one_has_to_be_named(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "train" / "study" / "lbt-b64-s0" / "checkpoints")
+    path = store.save({"model": {"w": torch.ones(2)}}, samples_seen=8)
+    with pytest.raises(
+        CheckpointError, match=f"belongs to a study, which trains many models; name one, such as {path}$"
+    ):
+        load_model(tmp_path)
+    assert load_model(path).keys() == {"w"}

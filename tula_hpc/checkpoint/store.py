@@ -252,8 +252,8 @@ def load_model(place: str | Path) -> dict[str, Any]:
         Tensors on the CPU by their names, as `state_dict` of the model gave them.
 
     Raises:
-        CheckpointError: There is no checkpoint, it is damaged, or it belongs to a script, which
-            loads its own.
+        CheckpointError: There is no checkpoint, it is damaged, it belongs to a script, which loads
+            its own, or the run is a study, which has many.
     """
     folder = Path(place)
     if folder.is_file():
@@ -262,13 +262,7 @@ def load_model(place: str | Path) -> dict[str, Any]:
         folder = folder / "train" / "main" / "checkpoints"
         paths = CheckpointStore(folder).paths()
         if not paths:
-            if not Path(place).exists():
-                raise CheckpointError(f"{place}: no such run directory or checkpoint")
-            if (own := folder.with_name("script") / "work").is_dir():
-                raise CheckpointError(
-                    f"{place}: belongs to a script, which saves its own model; see {own}"
-                )
-            raise CheckpointError(f"{folder}: has no checkpoint; the run has trained no model yet")
+            raise CheckpointError(_why_no_model(Path(place), folder))
         try:
             state = CheckpointStore.load(paths[-1])
         except CheckpointError as error:
@@ -278,6 +272,16 @@ def load_model(place: str | Path) -> dict[str, Any]:
     if not isinstance(model := state.get("model"), dict):
         raise CheckpointError(f"{folder}: holds no model; a script loads its own state")
     return model
+
+
+def _why_no_model(root: Path, folder: Path) -> str:
+    if not root.exists():
+        return f"{root}: no such run directory or checkpoint"
+    if (own := folder.with_name("script") / "work").is_dir():
+        return f"{root}: belongs to a script, which saves its own model; see {own}"
+    if one := next(root.glob("train/study/*/checkpoints/*.tula"), None):
+        return f"{root}: belongs to a study, which trains many models; name one, such as {one}"
+    return f"{folder}: has no checkpoint; the run has trained no model yet"
 
 
 class _Age(NamedTuple):
