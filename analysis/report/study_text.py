@@ -64,6 +64,8 @@ def _verdict(table: StudyTable, batch: int) -> Iterator[str]:
 def _loss(table: StudyTable, batch: int) -> str:
     plain = table.entries.get((REFERENCE_COLUMN, batch))
     small = table.reference
+    if small is not None and small.batch == batch and small.settled:
+        return f"the small batch itself, which {_outcome(small)}."
     plain_name = "plain large-batch training"
     compared = plain_name
     clauses = []
@@ -75,20 +77,20 @@ def _loss(table: StudyTable, batch: int) -> str:
         lacking = [name for name, entry in pairs if entry is None or not entry.settled]
         clauses.append(f"there is no {' and no '.join(lacking)} to compare with")
     elif plain.test is None:
-        clauses.append(_alone(small))
+        clauses.append(f"B = {small.batch:,} {_outcome(small)}")
     else:
         result = _against(plain.test, small, table.test_samples)
         clauses.append(f"{compared} ({percent(plain.test)}) {result}")
     return f"{'; '.join(clauses)}."
 
 
-def _alone(small: Entry) -> str:
+def _outcome(small: Entry) -> str:
     clauses = []
     if small.test:
         clauses.append(f"reached {percent(small.test)}")
     if small.diverged:
         clauses.append(_diverged(small))
-    return f"B = {small.batch:,} {' and '.join(clauses)}"
+    return " and ".join(clauses)
 
 
 def _against(plain: SeedMean, small: Entry, test_samples: int | None) -> str:

@@ -160,6 +160,14 @@ def test_captions_name_the_small_batch_only_where_it_is_drawn(tmp_path: Path) ->
             assert ("plain training with the small batch" in drawing.caption) == bool(small)
 
 
+def test_the_small_batch_among_the_batches_is_not_compared_with_itself(tmp_path: Path) -> None:
+    tables = {**SWEEP, "study": {"methods": ["lbt", "ags"], "batches": [128, 256], "seeds": [0], "small_batch": 128}}
+    contents = read_study(make_study(tmp_path / "run", tables, lambda cell: 0.7 if cell.column == "lbt" else 0.6))
+    of_small, of_large = verdicts(make_table(contents.study, contents.outcomes))
+    assert of_small.startswith("B = 128: the small batch itself, which reached 70.0 %. Best is lbt with 70.0 %")
+    assert "lost hardly anything against the 70.0 % of B = 128" in of_large
+
+
 def test_a_training_that_diverged_at_its_first_step_is_in_the_singular(tmp_path: Path) -> None:
     run = make_study(tmp_path / "run", outcome=lambda cell: None)
     file = run.train("study/lbt-b256-s0").result_file
