@@ -397,7 +397,7 @@ def test_a_controller_asks_for_nothing_that_workers_need() -> None:
         "cores_per_socket": 32,
     }
     anyway = {"reservation": "mlperf", "comment": "x", "nice": 10}
-    srun_args = ["-K1", "--gres=gpu:4", "--gpu-bind=closest", "--mpi=pmix"]
+    srun_args = ["-K1", "-c8", "-G4", "--gres=gpu:4", "--gpu-bind=closest", "--mpi=pmix"]
     spec = {"sbatch": of_workers | anyway, "srun_args": srun_args, "gres": "gpu:4", "device": "cuda"}
     controller = ClusterSpec.model_validate(spec).controller()
     assert controller.sbatch == anyway

@@ -250,11 +250,14 @@ _OF_WORKERS = frozenset({
     "constraint", "core-spec", "cores-per-socket", "cpus-per-task", "exclusive", "gres", "licenses",
     "mincpus", "sockets-per-node", "threads-per-core", "tmp", "tres-bind", "tres-per-task",
 })  # fmt: skip
+# short names in srun_args of constraint, gpus, licenses, core-spec and cpus-per-task
+_SHORT_OF_WORKERS = ("-C", "-G", "-L", "-S", "-c")
 
 
 def _is_for_workers(option: str) -> bool:
     name = option.lstrip("-").partition("=")[0].replace("_", "-")
-    return name.startswith(("gpu", "mem")) or name in _OF_WORKERS
+    is_short = option.startswith(_SHORT_OF_WORKERS)
+    return is_short or name.startswith(("gpu", "mem")) or name in _OF_WORKERS
 
 
 class ClusterSpec(Spec):
