@@ -421,6 +421,17 @@ def with_actions_and_a_loader() -> None:
             optimizer.step()
 
 
+def with_two_passes_and_a_batch_ahead() -> None:
+    """Compare two passes over each batch, as R-Drop does, while accelerate or a Trainer has loaded the next one."""
+    model, optimizer = known()
+    iterator = iter(DataLoader(TensorDataset(torch.randn(6, 4)), 2))
+    ahead = next(iterator)
+    while ahead is not None:
+        (inputs,), ahead = ahead, next(iterator, None)
+        torch.autograd.backward((model(inputs) + model(inputs)).sum())
+        optimizer.step()
+
+
 def with_batches_in_one_row() -> None:
     """Join the items of each batch, by a process of the loader that is ahead."""
     model, optimizer = known()
@@ -1014,6 +1025,10 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
         "ready step,"
         + 2
         * (4 * " forward 2" + " begin batch forward 4" + 4 * " unused 2" + " ready step, batch forward 4 ready step"),
+    ),
+    "with two passes and a batch ahead": (
+        with_two_passes_and_a_batch_ahead,
+        "ready step, begin batch batch forward 2 ready step, batch forward 2 ready step, forward 2 ready step",
     ),
     "with batches in one row": (
         with_batches_in_one_row,

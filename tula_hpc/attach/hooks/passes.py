@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -171,6 +172,15 @@ class Sources:
         known = self._known.get(loader)
         if known is not None:
             known.loader_pass = None
+
+
+def take(unused: deque[tuple[int, int]], samples: int) -> int | None:
+    """Take the first unused batch of `samples` samples; return its data set; None: no batch."""
+    for index, (data, items) in enumerate(unused):
+        if items == samples:
+            del unused[index]
+            return data
+    return None
 
 
 class Apart:

@@ -42,7 +42,7 @@ from tula_hpc.attach.hooks.find_model import (
     wrapped_and_trained,
 )
 from tula_hpc.attach.hooks.partners import Partners
-from tula_hpc.attach.hooks.passes import BackwardPasses, Forwards, Listener, Source, Sources
+from tula_hpc.attach.hooks.passes import BackwardPasses, Forwards, Listener, Source, Sources, take
 from tula_hpc.attach.hooks.patches import (
     after,
     after_closure,
@@ -109,6 +109,8 @@ class Hooks:
         self._dimension: int | None = None
         # batches given out that the model has not had: id of the data set, and samples
         self._unused: deque[tuple[int, int]] = deque(maxlen=MOST_AHEAD)
+        # id of the inputs with which a pass took a batch, and backward passes before; 0: none did
+        self._taken = (0, 0)
         # steps since the last new batch reached the model
         self._since_new = 0
         # batches given out in a row without a forward pass; whether there were more than FEW_AHEAD
@@ -201,12 +203,16 @@ class Hooks:
                 return
             unused = self._unused
             is_first = unused and unused[0][1] == samples
-            data = unused.popleft()[0] if is_first else self._taken(samples)
+            inputs = id(args[0] if args else next(iter(kwargs.values()), None))
+            data = None
+            # else the same batch again, for the same loss, while a framework has the next one ready
+            if in_a_row or self._taken != (inputs, self.backward.count):
+                data = unused.popleft()[0] if is_first else take(unused, samples)
             if data is not None:
+                self._taken = (inputs, self.backward.count)
                 self._since_new = 0
-                if 0 < in_a_row <= FEW_AHEAD:
-                    # batches come one at a time again, as after statistics of the data were taken
-                    self._keeps_batches = False
+                # batches come one at a time again, as after statistics of the data were taken
+                self._keeps_batches &= not 0 < in_a_row <= FEW_AHEAD
             elif samples and samples == latest.items and not self._is_of_another:
                 # the same batch again, as for a GAN's other optimizer: no further part of a step
                 self.has_repeated = True
@@ -229,14 +235,6 @@ class Hooks:
         """Return the last loader that gave `samples` samples since the last step; 0: none."""
         alike = (key for key in reversed(self._given) if self._given[key].items == samples)
         return next(alike, 0)
-
-    def _taken(self, samples: int) -> int | None:
-        """Take the first unused batch of `samples` samples; return its data set; None: no batch."""
-        for index, (data, items) in enumerate(self._unused):
-            if items == samples:
-                del self._unused[index]
-                return data
-        return None
 
     @property
     def _is_of_another(self) -> bool:
@@ -394,6 +392,7 @@ class Hooks:
         self.partners.passes = self.backward.count
         self._prior = self._given
         self._given = {}
+        self._taken = (0, 0)
         self._since_new += 1
         self._source = 0
         self.further_steps = 0
