@@ -180,8 +180,10 @@ def _no_candidate(search: SearchSpec, cluster: ClusterSpec) -> str:
     if not sizes:
         return f"max_nodes = {cluster.max_nodes} is below every cluster size"
     ends = [str(nodes * cluster.workers_per_node) for nodes in sorted({min(sizes), max(sizes)})]
-    gives = f"gives each of {' to '.join(ends)} workers a power of two"
-    return f"no batch {_bounds(search)} {gives}; widen the bounds"
+    workers = f"each of {' to '.join(ends)} workers"
+    if ends == ["1"]:
+        workers = "the only worker"
+    return f"no batch {_bounds(search)} gives {workers} a power of two; widen the bounds"
 
 
 def _bounds(search: SearchSpec) -> str:

@@ -257,6 +257,9 @@ def test_where_no_batch_between_the_bounds_can_be_shared_the_bounds_are_named() 
     with pytest.raises(NotEnoughDataError) as caught:
         make_plan(spec, on, rows)
     assert str(caught.value) == f"plan: no candidate: {bounds} of 8 to 16 workers a power of two; widen the bounds"
+    alone = sweep("time", cluster_sizes=[1], min_batch=100, max_batch=120)
+    with pytest.raises(NotEnoughDataError, match="= 120 gives the only worker a power of two; widen the bounds"):
+        make_plan(alone, cluster(), [ok(1, 64), ok(1, 128)])
     odd = sweep("time", cluster_sizes=[3, 7], min_batch=100, max_batch=120)
     measured = [ok(3, batch) for batch in (16, 32)]
     with pytest.raises(NotEnoughDataError, match=f"only N=3 was measured, where {bounds} worker a power of two; "):
