@@ -131,10 +131,13 @@ class LoaderPass:
         self.drawn = _drawn_by(batches)
         if self.drawn >= ENDLESS * (length_of(getattr(iterator, "_dataset", None)) or self.drawn):
             self.drawn = 0
+        # a sampler that begins within an epoch has the number of samples that it leaves out
+        left_out = getattr(getattr(batches, "sampler", None), "left_out", 0)
+        self._left = self.drawn - left_out if isinstance(left_out, int) else self.drawn
         # without collation the loader gives out single items
         self._is_collated = bool(getattr(iterator, "_auto_collation", False))
         is_known = self._is_collated and self.size > 1
-        self.full = self.drawn // self.size if is_known else 0
+        self.full = max(0, self._left) // self.size if is_known else 0
         self._is_indexed = getattr(iterator, "_dataset_kind", None) == _DatasetKind.Map
         self.given_out: int | None = None
         # a batch of one item cannot be shorter, and the item may itself be a batch
@@ -181,7 +184,7 @@ class LoaderPass:
                 # the item may be a whole batch that the data set has made
                 return 0
         if self.drawn and not is_noted:
-            left = self.drawn - (count - 1) * size
+            left = self._left - (count - 1) * size
             return size if left >= size else max(0, left)
         # An endless sampler fills each batch. An iterable data set may not, but a list shows it.
         is_listed = isinstance(batch, list) and len(batch) == size

@@ -31,6 +31,7 @@ from tula_hpc.attach.train.loaders import (
     random_state,
     set_random_state,
 )
+from tula_hpc.batches import LoaderPass
 
 SAMPLES, BATCH = 22, 4
 
@@ -140,7 +141,12 @@ def test_what_is_left_is_counted_in_samples_of_all_workers(batch: int, workers: 
     """Each of `workers` has passed two batches of 4; half as many workers have then passed twice as many each."""
     loader = DataLoader(Noisy(), batch)
     stream = Stream(loader, Passed(2, 4, 1), workers)
-    assert sum(len(part) for part in stream.batches) == left
+    known = LoaderPass(stream.batches)
+    parts = [*stream.batches]
+    assert sum(len(part) for part in parts) == left
+    # a batch of one item may be a whole batch itself
+    assert [known.items_in(part, count) or 1 for count, part in enumerate(parts, 1)] == [len(part) for part in parts]
+    assert known.full == (0 if batch == 1 else left // batch)
     assert len(loader) == -(-SAMPLES // batch)
     stream.close()
 
