@@ -12,7 +12,15 @@ import pytest
 
 from tula_hpc.attach.hooks.patches import before
 from tula_hpc.attach.processes import Meeting
-from tula_hpc.attach.script import Script, filled, remedy_of_batch, remedy_of_passes, values_of, variables_of
+from tula_hpc.attach.script import (
+    ParsedOptions,
+    Script,
+    filled,
+    remedy_of_batch,
+    remedy_of_passes,
+    values_of,
+    variables_of,
+)
 from tula_hpc.config import SweepSpec
 from tula_hpc.config.workload import PLACEHOLDERS
 from tula_hpc.env import WorkerEnvironment, environment_of_script
@@ -145,3 +153,11 @@ def test_a_warm_up_of_the_passes_is_mentioned_only_where_later_steps_may_have_mo
 def test_a_critic_that_takes_a_new_batch_in_each_of_five_steps_is_named_as_the_model_that_counts() -> None:
     """The larger generator has a pass for each step of the critic."""
     assert 'workload.counted_model = "Critic"' in remedy_of_passes(5, 1, 16, 16, 2, other="Critic")
+
+
+def test_numbers_of_batches_and_other_words_are_no_batch() -> None:
+    """CleanRL's PPO has a number of minibatches, and others a dimension of observations."""
+    options = ParsedOptions({}, {})
+    for name in ("--num-minibatches", "--obs-dim", "--n_jobs", "--bs", "--train-bs", "--minibatch-size", "--eval-bs"):
+        options.add([name], len(name))
+    assert options.batches() == [len(name) for name in ("--bs", "--train-bs", "--minibatch-size")]

@@ -368,8 +368,8 @@ def worded(name: str, value: str) -> list[str]:
     return [f"{name}{value}"] if name.endswith("=") else [name, value]
 
 
-# words in the names of options for a batch, and for an evaluation
-OF_BATCH = ("batch", "bs")
+# parts of the names of options for a batch, not for a number of them, and for an evaluation
+OF_BATCH = ("batch(?!es)", "(?<![a-z])bs(?![a-z])")
 OF_EVALUATION = ("eval", "val", "test")
 # whole names of options for the number of epochs
 OF_EPOCHS = re.compile(r"(--|([\w.]+\.)?)((n|num|number[_-]of|max|total|train)[_-]?)*epochs=?")
@@ -494,4 +494,4 @@ def _is_whole_batch(flag: str) -> bool:
 
 
 def _is_of(flag: str, names: Sequence[str]) -> bool:
-    return any(name in flag for name in names)
+    return any(re.search(name, flag) for name in names)
