@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import signal
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,11 +16,13 @@ from tests.attach.scripts.plain import Streamed
 from tests.run_factory import candidate, measurement, plan, write_plan
 from tula_hpc.analysis.run_contents import median_epoch_s
 from tula_hpc.attach.hooks import step_times
+from tula_hpc.attach.hooks.step_hooks import MOST_AWAITED
 from tula_hpc.attach.reporting import ChildSpec
 from tula_hpc.attach.script import Script
 from tula_hpc.attach.train import script_drift, script_training
 from tula_hpc.attach.train.script_drift import DriftSettings, drift_settings
-from tula_hpc.attach.train.script_training import ScriptTraining, TrainSettings
+from tula_hpc.attach.train.script_training import ScriptTraining
+from tula_hpc.attach.train.train_settings import TrainSettings
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp import agreement
 from tula_hpc.errors import InputError
@@ -247,6 +252,29 @@ def test_steps_of_a_search_for_a_rate_and_after_the_last_epoch_do_not_count(tmp_
         watched.step()
     assert [(row.epoch, row.step, row.samples_seen) for row in watched.metrics().epochs] == [(1, 4, 32), (2, 8, 64)]
     assert not watched.training.trains_anew(1)
+
+
+def test_a_further_training_obeys_a_stop_and_what_it_has_let_go_is_not_kept_in_memory(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for the folds of a cross-validation, each with a model and an optimizer of its own."""
+    watched = WatchedTraining(tmp_path, clock, samples=32)
+    hooks = watched.training.hooks
+    stopped_at: list[int] = []
+    hooks.model = hooks.inner_model
+    hooks.optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), 0.1)
+    further = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), 0.1)
+    hooks._before_step(further, (further,), {})
+    assert (hooks.further_steps, list(hooks.others)) == (1, [further])
+    monkeypatch.setattr(ScriptTraining, "leave_stopped", lambda training: stopped_at.append(hooks.further_steps))
+    watched.training.stop.received = signal.SIGTERM
+    for _ in range(MOST_AWAITED):
+        hooks._before_step(further, (further,), {})
+    assert stopped_at == [MOST_AWAITED, MOST_AWAITED + 1]
+    known = weakref.ref(further)
+    del further
+    gc.collect()
+    assert known() is None
 
 
 def test_a_shorter_batch_is_the_last_of_its_epoch(tmp_path: Path, clock: Clock) -> None:

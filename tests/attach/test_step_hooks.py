@@ -808,6 +808,16 @@ def with_a_search_for_a_rate() -> None:
         optimizer.step()
 
 
+def with_an_optimizer_for_each_round() -> None:
+    """Train in rounds, as after self-play: only the first change may end a search, after which steps count anew."""
+    model = nn.Linear(4, 2)
+    for _ in range(3):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(2):
+            backward(model, 3)
+            optimizer.step()
+
+
 def with_the_end_by_lbfgs() -> None:
     """Finish with LBFGS, as many scientific trainings do, of which only the first part is observed."""
     model, optimizer = known()
@@ -1144,6 +1154,11 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
         with_a_search_for_a_rate,
         "ready step, forward 3 ready step, again 0 forward 3 ready step, forward 3 ready step, again 0 "
         "forward 3 ready step, forward 3 forward 3 again 1",
+    ),
+    "with an optimizer for each round": (
+        with_an_optimizer_for_each_round,
+        "ready step, forward 3 ready step, forward 3 forward 3 again 1 anew ready step, "
+        "forward 3 again 0 ready step, forward 3 ready step",
     ),
     "with the end by LBFGS": (with_the_end_by_lbfgs, "ready step, forward 3 ready step," + 4 * " forward 3"),
     "with a head on a frozen model": (

@@ -205,6 +205,14 @@ def why_unheld(optimizer: Optimizer) -> str:
     )
 
 
+def why_repeated(optimizer: str) -> str:
+    """Return why an optimizer of this class, which evaluates the loss repeatedly, is refused."""
+    return (
+        f"has an optimizer, {optimizer}, that calls its closure several times in a step; expected "
+        "one that calls it once, as SGD or AdamW do"
+    )
+
+
 def trained_in(model: nn.Module) -> list[Tensor]:
     """Return the trained parameters of a model, without those of a teacher inside it."""
     able: list[Tensor] = [p for p in model.parameters() if p.requires_grad]

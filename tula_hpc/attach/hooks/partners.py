@@ -7,6 +7,8 @@ turns instead, each after a backward pass of its own, even if one module holds b
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 from torch import nn
 from torch.optim import Optimizer
 
@@ -37,7 +39,7 @@ class Partners:
         # the optimizer that counts and its model, and whether others' parameters suit a partner
         self._counted: Optimizer | None = None
         self._model: nn.Module | None = None
-        self._suited: dict[Optimizer, bool] = {}
+        self._suited = WeakKeyDictionary[Optimizer, bool]()
 
     def may_have(
         self, optimizer: Optimizer, counted: Optimizer | None, model: nn.Module | None

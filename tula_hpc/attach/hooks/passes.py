@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -33,9 +32,6 @@ class Listener:
         """Return the method for an event; None if nothing is done at that event."""
         is_own = getattr(type(self), event) is not getattr(Listener, event)
         return getattr(self, event) if is_own else None
-
-    def model_wrapped(self, model: DistributedDataParallel) -> None:
-        """Note a model that the script has just wrapped, before its first forward pass."""
 
     def iterating(self, loader: object) -> None:
         """Note that an iterator over batches was made or reset, even if for a single batch."""
@@ -80,6 +76,9 @@ class Listener:
 
     def refuse(self, why: str) -> None:
         """Note that the script cannot be watched; `why` follows the script's name in a message."""
+
+    def trains_further(self) -> None:
+        """Note that an optimizer whose steps do not count is about to step."""
 
     def begins_anew(self) -> None:
         """Note that from now on another optimizer counts, or a larger model than so far."""

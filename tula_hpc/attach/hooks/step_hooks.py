@@ -16,7 +16,7 @@ another way, the time between a step's end and the next forward pass is its wait
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,7 @@ from tula_hpc.attach.hooks.find_model import (
     size_of,
     trained_apart,
     watch_freezing,
+    why_repeated,
     why_unheld,
     wrapped_and_trained,
 )
@@ -72,7 +73,7 @@ class Hooks:
         model: The model as the script calls it; None until it is known.
         inner_model: That model without DistributedDataParallel around it.
         optimizer: The optimizer whose steps count; None before its first step.
-        others: Other optimizers that have stepped.
+        others: Other optimizers that have stepped; True: it counted before.
         partners: Those of them that step along with it.
         backward: Counter of backward passes.
         has_repeated: A pass took the same batch as the pass before, and was not counted.
@@ -87,9 +88,9 @@ class Hooks:
         self.model: nn.Module | None = None
         self.inner_model: nn.Module | None = None
         self.optimizer: Optimizer | None = None
-        self.others: list[Optimizer] = []
-        # optimizers that counted until another one with the same parameters took their place
-        self._past: list[Optimizer] = []
+        self.others: MutableMapping[Optimizer, bool] = {}
+        # an optimizer with the same parameters has taken the place of the one that counted
+        self._is_renewed = False
         self.has_repeated = False
         self.further_steps = 0
         self.source: Source | None = None
@@ -145,7 +146,6 @@ class Hooks:
         larger = self.model is None or again or size_of(model) > size_of(self.model)
         if larger and is_named(model, self.counted):
             self._watch(model)
-        self.listener.model_wrapped(model)
 
     def _watch(self, model: nn.Module) -> None:
         if self._forward_hook is not None:
@@ -325,10 +325,8 @@ class Hooks:
             self._unused.remove(unused)
 
     def _use_first(self) -> None:
-        """Count batches as used by the passes before a model's first step, which went by unnoticed.
-
-        Some frameworks have taken the next batch by then.
-        """
+        """Count batches as used by passes before a model's first step, which went by unnoticed."""
+        # some frameworks have taken the next batch by then
         given = [each for each in self._unused if each[0] == self._last.data]
         self._unused = deque(given[self.backward.count :], MOST_AHEAD)
 
@@ -357,15 +355,12 @@ class Hooks:
         if self.partners.may_have(optimizer, self.optimizer, self.inner_model):
             return after_closure(args, kwargs, partial(self._begin_partner, optimizer))
         self.further_steps += 1
+        self.listener.trains_further()
         return None
 
     def _end_passes(self, calls: int) -> None:
         if calls > 1:
-            why = (
-                f"has an optimizer, {type(self.optimizer).__name__}, that calls its closure "
-                "several times in a step; expected one that calls it once, as SGD or AdamW do"
-            )
-            self.listener.refuse(why)
+            self.listener.refuse(why_repeated(type(self.optimizer).__name__))
         forwards = self._forwards
         if forwards.evaluated:
             backward = self.backward.count - max(0, self.partners.passes)
@@ -402,9 +397,10 @@ class Hooks:
         is_wrapped = isinstance(self.model, DistributedDataParallel)
         # the largest wrapped model is known already, and a search for a larger one takes long
         is_over = self.optimizer is None and not is_wrapped and self.further_steps >= MOST_AWAITED
-        if any(optimizer is other for other in self.others) and not is_over:
+        if optimizer in self.others and not is_over:
             return self._succeeds(optimizer)
-        self.others = [other for other in self.others if other is not optimizer]
+        if self._is_renewed and self.partners.stepping is None and self._succeeds(optimizer):
+            return True
         # the optimizer's first step
         self.backward.is_stepped = True
         if not is_wrapped and self.listener.trains_apart(optimizer):
@@ -412,28 +408,34 @@ class Hooks:
         if self.optimizer is None or not is_wrapped:
             self._look_at(optimizer)
         if optimizer is not self.optimizer:
-            self.others.append(optimizer)
+            self.others[optimizer] = False
         return optimizer is self.optimizer
 
     def _succeeds(self, optimizer: Optimizer) -> bool:
         """Let an optimizer with the same parameters, or more, replace the one that counts.
 
         It does so at its second step in a row, as its first may be inside a step of the other. So
-        training follows a search for a learning rate, or training of all layers that of the last.
+        training follows a search for a rate, or training of all layers that of the last. From then
+        on one with the same parameters is made anew for each round, and only goes on.
         """
-        if self.further_steps != 1 or self.optimizer is None or optimizer in self._past:
+        missed = self.further_steps
+        if self.optimizer is None or missed > 1 or not (missed or self._is_renewed):
             return False
-        is_more = parameters_of(self.optimizer) <= parameters_of(optimizer)
+        before, owned = map(parameters_of, (self.optimizer, optimizer))
+        goes_on = self._is_renewed and owned == before
         # LBFGS only finishes what another optimizer has trained
-        if not is_more or isinstance(optimizer, LBFGS) or not self.listener.trains_anew(missed=1):
+        may_follow = before <= owned and not isinstance(optimizer, LBFGS) and (missed or goes_on)
+        if self.others.get(optimizer) or not may_follow or not self.listener.trains_anew(missed):
             return False
-        self._past.append(self.optimizer)
-        self.others = [each for each in (*self.others, self.optimizer) if each is not optimizer]
+        self.others[self.optimizer] = True
+        self._is_renewed = True
         self._take(optimizer)
-        self.listener.begins_anew()
+        if not goes_on:
+            self.listener.begins_anew()
         return True
 
     def _take(self, optimizer: Optimizer) -> None:
+        self.others.pop(optimizer, None)
         self.optimizer = optimizer
         optimizer.register_load_state_dict_pre_hook(self._before_load)
 
@@ -463,7 +465,7 @@ class Hooks:
         elif owned.isdisjoint(self.model.parameters()):
             return
         if self.optimizer is not None:
-            self.others.append(self.optimizer)
+            self.others[self.optimizer] = False
             self.listener.begins_anew()
         self._take(optimizer)
 
@@ -478,8 +480,7 @@ class Hooks:
         """Tell whether an optimizer that has not stepped yet has a larger model, as in a GAN."""
         if self.further_steps >= MOST_AWAITED:
             return False
-        known = [self.optimizer, *self.others, *self._past]
-        held = (self._modules_of(apart) for apart in trained_apart(known, owned))
+        held = map(self._modules_of, trained_apart([self.optimizer, *self.others], owned))
         return any(found and size_of(found[0]) > size_of(model) for found in held)
 
     def _await_whole(self, owned: set[Tensor]) -> None:

@@ -15,8 +15,11 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, NoReturn
 
+from torch.nn.parallel import DistributedDataParallel
+
 from tula_hpc.attach import be_around
 from tula_hpc.attach.frameworks.folders import batch_of, check_folders, kept_in_folder
+from tula_hpc.attach.hooks.find_model import objects_of
 from tula_hpc.attach.hooks.patches import watch_beginnings
 from tula_hpc.attach.reporting import ProcessMessage
 from tula_hpc.attach.train.first_pass import rehearse_first_pass
@@ -399,7 +402,7 @@ class Keeper(SafePoints):
         every_s = self.steps.look_every_s
         self.agreement = Agreement(self.worker, self.stop, self.saving.request, every_s)
         if self.loaded is not None:
-            for model in self.steps.models:
+            for model in objects_of(DistributedDataParallel):
                 self.rehearse(model, self._forget_pass)
             self.log_resume(self.loaded, began_at=settings.job_began_at)
         # frees the tensors, which the kept objects have taken over

@@ -31,7 +31,7 @@ from tula_hpc.attach.train.resume_point import (
 )
 from tula_hpc.attach.train.scores import Scores, last_scores
 from tula_hpc.attach.train.script_drift import drift_settings
-from tula_hpc.attach.train.script_training import TrainSettings
+from tula_hpc.attach.train.train_settings import TrainSettings
 from tula_hpc.checkpoint.interval import expected_interruptions
 from tula_hpc.ddp.process_group import Allocation, place_among
 from tula_hpc.ddp.stop_signals import StopRequest

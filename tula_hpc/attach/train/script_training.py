@@ -15,72 +15,34 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NoReturn, cast
+from weakref import WeakKeyDictionary
 
-from pydantic import Field
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from tula_hpc.attach.hooks.passes import Apart
+from tula_hpc.attach.hooks.step_hooks import MOST_AWAITED
 from tula_hpc.attach.hooks.step_times import StepTimes
 from tula_hpc.attach.own_folder import Saved
 from tula_hpc.attach.reporting import ChildSpec, Mode, ProcessMessage, leave
 from tula_hpc.attach.train.peers import ScriptPeers, device_of, stop_as_others, synchronize
 from tula_hpc.attach.train.resume_point import ScriptProgress, TrainedSoFar
 from tula_hpc.attach.train.scores import SCORES, known_scores
-from tula_hpc.attach.train.script_drift import DriftSettings, ScriptDrift
+from tula_hpc.attach.train.script_drift import ScriptDrift
 from tula_hpc.attach.train.script_scaling import refuse_another, refuse_nan, scaling_of
+from tula_hpc.attach.train.train_settings import TrainSettings
 from tula_hpc.batches import LoaderPass
 from tula_hpc.ddp.agreement import CHECK_EVERY_S, GOES_ON, Agreement, Decision
 from tula_hpc.ddp.stop_signals import StopRequest, Suspensions
 from tula_hpc.env import unix_time
 from tula_hpc.optim.observer import GradientObserver
 from tula_hpc.records import RunDirectory
-from tula_hpc.records.base import Record
 from tula_hpc.records.events import EventName
 from tula_hpc.training.metrics_writer import MetricsWriter, StepWindow
 
 # multiple of a pass's batch that no batch reaches; batches that are drawn anew vary by less
 MUCH_MORE = 1.5
-
-
-class TrainSettings(Record):
-    """Settings of a script's training, in addition to those that every process has."""
-
-    # run directory
-    root: Path
-    label: str
-    job_id: str
-    # samples of an epoch, over all workers
-    samples: int
-    global_batch: int
-    # epochs of the whole training; 0: unknown
-    epochs: int = 0
-    # the script is given the steps of all epochs together: an epoch may end within a step
-    counts_steps: bool = False
-    # samples of one forward pass of one worker; 0: unknown
-    forward_batch: int = 0
-    log_interval_steps: int
-    # parameters of the model that was measured; None: unknown
-    parameters: int | None = None
-    # higher for each later run of this training
-    restart_count: int = 0
-    # where this start begins, unless there is a checkpoint: fields of `ScriptProgress`
-    progress: dict[str, int | float] = Field(default={})
-    # Unix time of this job's beginning
-    job_began_at: float = Field(default_factory=unix_time)
-    # sweep file of a method that scales gradients; empty: the script's steps are left as they are
-    sweep: dict[str, Any] = Field(default={})
-    # nodes, workers per node and local batch
-    configuration: tuple[int, int, int] = (1, 1, 1)
-    # what decides the interval between checkpoints: see `Interruptions` and `Cadence`
-    between_s: float
-    between_is_known: bool = False
-    fixed_s: float | None = None
-    # None: step times are compared with nothing
-    drift: DriftSettings | None = None
 
 
 class ScriptTraining(Mode):
@@ -94,7 +56,8 @@ class ScriptTraining(Mode):
         self.run = RunDirectory(self.settings.root)
         self.files = self.run.train(self.settings.label)
         self.progress = ScriptProgress(**cast("dict[str, Any]", self.settings.progress))
-        self.models: list[DistributedDataParallel] = []
+        # a script may train many models in turn, and needs the memory of those that it has let go
+        self.hooks.others = WeakKeyDictionary()
         self.scaling = scaling_of(self.settings.sweep, self.settings.configuration)
         self.drift: ScriptDrift | None = None
         if (compared := self.settings.drift) is not None:
@@ -179,10 +142,6 @@ class ScriptTraining(Mode):
     def asked(self) -> Collection[int]:
         """See `Listener`."""
         return [self.settings.forward_batch]
-
-    def model_wrapped(self, model: DistributedDataParallel) -> None:
-        """See `Listener`."""
-        self.models.append(model)
 
     def loading_begins(self, loader: object) -> None:
         """See `Listener`."""
@@ -286,6 +245,12 @@ class ScriptTraining(Mode):
         if (decision := agreement.decide(self._read, asks=asks)) is not GOES_ON:
             self._obey(decision)
 
+    def trains_further(self) -> None:
+        """See `Listener`. Where a further training has begun, no step that counts may follow."""
+        is_other = self.stop.received is not None and self.hooks.further_steps >= MOST_AWAITED
+        if is_other and not self.is_kept:
+            self.leave_stopped()
+
     def partner_ready(self, optimizer: Optimizer) -> None:
         """See `Listener`."""
         if self.scaling is not None:
@@ -326,7 +291,7 @@ class ScriptTraining(Mode):
         if backward < self._backward_due:
             # an evaluation with gradients looks like training, but has no backward passes
             samples = min(samples, self._whole)
-        elif self.steps == 1 and not self.models and backward > self._backward_due:
+        elif self.steps == self._workers == 1 and backward > self._backward_due:
             # a single worker, whose model was not known before its first step, of maybe few passes
             samples = min(self._whole, backward * self.settings.forward_batch or self._whole)
         self._backward_due = backward
