@@ -260,8 +260,10 @@ def test_json_has_the_same_in_one_object(
         ("--batch=128 --lr 1", {}, ["--batch={local_batch}", "--lr", "1"]),
         ("--lr 1", {"-b": "--batch_size"}, ["--lr", "1", "--batch_size", "{local_batch}"]),
         ("--lr 1", {}, ["--lr", "1", "--batch-size", "{local_batch}"]),
+        ("--eval-batch-size 9", {"--n-minibatches": "--n-minibatches", "--mini-batch": "--mini-batch"},
+         ["--eval-batch-size", "9", "--mini-batch", "{local_batch}"]),
     ],
-)
+)  # fmt: skip
 def test_without_an_argument_for_the_batch_an_option_of_the_script_is_suggested(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

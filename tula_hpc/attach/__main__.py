@@ -41,7 +41,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tula_hpc.attach.script import ParsedOptions, Script, with_placeholders, worded
+from tula_hpc.attach.script import ParsedOptions, Script, is_batch, with_placeholders, worded
 from tula_hpc.command_errors import CommandParser, exit_code_of
 from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.config.loading import read_toml
@@ -415,12 +415,12 @@ class _Draft:
         """
         for place, argument in enumerate(arguments):
             name, equals, _ = argument.partition("=")
-            if "batch" in name and (equals or name.startswith("-")):
+            if is_batch(name.lower()) and (equals or name.startswith("-")):
                 carrying = [f"{name}={{local_batch}}"] if equals else [name, "{local_batch}"]
                 return [*arguments[:place], *carrying, *arguments[place + 2 - len(equals) :]]
         # without positional arguments, which have no name to type
         typed = (name for name in self.known.names.values() if not name.isidentifier())
-        own = next((name for name in typed if "batch" in name), None)
+        own = next((name for name in typed if is_batch(name.lower())), None)
         if own is not None:
             return [*arguments, *worded(own, "{local_batch}")]
         if in_source := self._in_source():

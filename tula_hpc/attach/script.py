@@ -309,7 +309,7 @@ class ParsedOptions(NamedTuple):
 
     def batches(self) -> list[int]:
         """Return the values of options that are named after a batch."""
-        return [value for name, value in self.values.items() if _is_whole_batch(name.lower())]
+        return [value for name, value in self.values.items() if is_batch(name.lower())]
 
 
 NO_OPTIONS = ParsedOptions({}, {})
@@ -426,7 +426,7 @@ def with_placeholders(
     for index, number in numbers.items():
         # options for the batch of a whole step, beside that of a pass, or in place of it
         is_whole = passes > 1 or is_batch_of_all(flags[index])
-        if is_whole and number == batch * passes and _is_whole_batch(flags[index]):
+        if is_whole and number == batch * passes and is_batch(flags[index]):
             replaced[index] = re.sub(r"\d+$", "{global_batch}", arguments[index])
         if tokens := _of_a_sample(flags[index], number, batch * passes):
             replaced[index] = re.sub(r"\d+$", f"{{global_batch*{tokens}}}", replaced[index])
@@ -468,7 +468,7 @@ def _defaults(
         tokens = _of_a_sample(name.lower(), value, batch * passes)
         if tokens and name not in given:
             wanted[f"{{global_batch*{tokens}}}"] = [name]
-    batches = {name: n for name, n in options.values.items() if _is_whole_batch(name.lower())}
+    batches = {name: n for name, n in options.values.items() if is_batch(name.lower())}
     whole = [name for name, n in batches.items() if n == batch * passes]
     if passes == 1:
         whole = list(filter(is_batch_of_all, whole))
@@ -489,7 +489,8 @@ def _defaults(
     return added
 
 
-def _is_whole_batch(flag: str) -> bool:
+def is_batch(flag: str) -> bool:
+    """Tell whether an option of this name, in lower case, sets a batch of training."""
     return _is_of(flag, OF_BATCH) and not _is_of(flag, OF_EVALUATION)
 
 
