@@ -23,8 +23,8 @@ from tula_hpc.attach.script import Script
 from tula_hpc.attach.train import script_training
 from tula_hpc.attach.train.keeping import KeptTraining
 from tula_hpc.attach.train.loaders import LoaderHistory, OwnBeginnings
+from tula_hpc.attach.train.resume_point import TrainSettings
 from tula_hpc.attach.train.script_training import ScriptTraining
-from tula_hpc.attach.train.train_settings import TrainSettings
 from tula_hpc.config import SweepSpec
 from tula_hpc.ddp.rendezvous import free_port
 from tula_hpc.records import RunDirectory, read_metrics

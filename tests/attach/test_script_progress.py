@@ -20,9 +20,9 @@ from tula_hpc.attach.hooks.step_hooks import MOST_AWAITED
 from tula_hpc.attach.reporting import ChildSpec
 from tula_hpc.attach.script import Script
 from tula_hpc.attach.train import script_drift, script_training
+from tula_hpc.attach.train.resume_point import TrainSettings
 from tula_hpc.attach.train.script_drift import DriftSettings, drift_settings
 from tula_hpc.attach.train.script_training import ScriptTraining
-from tula_hpc.attach.train.train_settings import TrainSettings
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp import agreement
 from tula_hpc.errors import InputError

@@ -43,8 +43,8 @@ from tests.forked import start_workers
 from tula_hpc.attach.reporting import ChildSpec
 from tula_hpc.attach.script import Script
 from tula_hpc.attach.train.peers import ScriptPeers
+from tula_hpc.attach.train.resume_point import TrainSettings
 from tula_hpc.attach.train.script_training import ScriptTraining
-from tula_hpc.attach.train.train_settings import TrainSettings
 from tula_hpc.checkpoint.safe_points import Progress
 from tula_hpc.config import SweepSpec
 from tula_hpc.ddp.agreement import Agreement

@@ -26,12 +26,12 @@ from tula_hpc.attach.script import counts_steps, forward_batch, script_of, value
 from tula_hpc.attach.train.resume_point import (
     Start,
     TrainedSoFar,
+    TrainSettings,
     begin_where_the_script_does,
     without_repeated,
 )
 from tula_hpc.attach.train.scores import Scores, last_scores
 from tula_hpc.attach.train.script_drift import drift_settings
-from tula_hpc.attach.train.train_settings import TrainSettings
 from tula_hpc.checkpoint.interval import expected_interruptions
 from tula_hpc.ddp.process_group import Allocation, place_among
 from tula_hpc.ddp.stop_signals import StopRequest

@@ -27,11 +27,10 @@ from tula_hpc.attach.hooks.step_times import StepTimes
 from tula_hpc.attach.own_folder import Saved
 from tula_hpc.attach.reporting import ChildSpec, Mode, ProcessMessage, leave
 from tula_hpc.attach.train.peers import ScriptPeers, device_of, stop_as_others, synchronize
-from tula_hpc.attach.train.resume_point import ScriptProgress, TrainedSoFar
+from tula_hpc.attach.train.resume_point import ScriptProgress, TrainedSoFar, TrainSettings
 from tula_hpc.attach.train.scores import SCORES, known_scores
 from tula_hpc.attach.train.script_drift import ScriptDrift
 from tula_hpc.attach.train.script_scaling import refuse_another, refuse_nan, scaling_of
-from tula_hpc.attach.train.train_settings import TrainSettings
 from tula_hpc.batches import LoaderPass
 from tula_hpc.ddp.agreement import CHECK_EVERY_S, GOES_ON, Agreement, Decision
 from tula_hpc.ddp.stop_signals import StopRequest, Suspensions
