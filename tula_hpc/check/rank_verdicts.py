@@ -419,7 +419,7 @@ def _judge_loader(reports: Sequence[RankReport]) -> Iterator[Verdict]:
         return
     rates = sorted(each.images / each.seconds for each in known)
     processes = plural(known[0].processes, "process")
-    yield ok(Topic.LOADER, f"{_range(rates)} images/s a worker ({known[0].dataset}, {processes})")
+    yield ok(Topic.LOADER, f"{_range(rates)} samples/s a worker ({known[0].dataset}, {processes})")
 
 
 def _judge_signal(reports: Sequence[RankReport]) -> Iterator[Verdict]:
