@@ -60,6 +60,7 @@ REASONS = {
     Why.MEMORY: "does not fit in memory",
     Why.UNSEEN: "may not fit in memory, as no batch near it was measured",
     Why.FOREVER: "needs longer jobs than train_minutes allows",
+    Why.DIVERGED: "has no finite loss",
 }
 
 

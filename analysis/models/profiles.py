@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from tula_hpc.analysis.models.accumulation import Passes, times_of_one_pass
 from tula_hpc.analysis.models.critical_batch import profiled_batch
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.records import (
     CREDIBLE_S,
     Configuration,
@@ -131,6 +132,8 @@ class Summary(NamedTuple):
     critical_batch: float | None = None
     # forward passes in which a script takes its batches, see `planning.partitions.with_passes`
     passes: Passes = Passes()
+    # local batches at which the untrained model's loss was not finite, on any number of nodes
+    diverged: tuple[int, ...] = ()
 
     @property
     def of_one_pass(self) -> list[Profile]:
@@ -247,6 +250,7 @@ def summarize(measurements: Iterable[Measurement]) -> Summary:
         starts_s=starts_s,
         start_s=median(starts_s) if starts_s else None,
         critical_batch=profiled_batch(rows),
+        diverged=_diverged(rows, chain.from_iterable(other.values())),
     )
     return summary._replace(warnings=(*summary.warnings, *_contradictions(summary)))
 
@@ -331,6 +335,13 @@ def _last_reason(rows: Sequence[Measurement]) -> str:
     if last.times is not None and last.memory is not None:
         return "its times or memory are not plausible"
     return "no time or memory was recorded"
+
+
+def _diverged(usable: Iterable[Measurement], failed: Iterable[Measurement]) -> tuple[int, ...]:
+    """Return the local batches that only diverged; one that was mended since has been measured."""
+    measured = {row.local_batch for row in usable}
+    diverged = {row.local_batch for row in failed if row.failure is Failure.DIVERGED}
+    return tuple(sorted(diverged - measured))
 
 
 def _counts(values: Iterable[int]) -> Counter[int]:

@@ -21,6 +21,7 @@ SHORT_REASONS = {
     Why.DEADLINE: "after the deadline",
     Why.BUDGET: "over the budget",
     Why.BATCH: "batch too large",
+    Why.DIVERGED: "its loss was not finite in a profile",
 }
 # Ends of intervals above this multiple of the limit are named as "beyond" it: the interval may have
 # no upper end.

@@ -76,6 +76,7 @@ class Why(IntEnum):
     BATCH = 7
     # memory of so large a batch was not measured and may exceed the limit
     UNSEEN = 8
+    DIVERGED = 9
 
 
 FEASIBLE = Why.FEASIBLE
@@ -298,6 +299,7 @@ def _why_not(
     against = [
         # batches that vary may be larger than asked for, so that none is full
         (Why.SAMPLES, (grid.global_batch > summary.dataset_samples) | (steps == 0.0)),
+        (Why.DIVERGED, np.isin(grid.local_batch, summary.diverged)),
         (Why.OUT_OF_MEMORY, summary.passes.batch_of_one(grid.local_batch) >= bound),
         (Why.MEMORY, peak + on_top > allowed),
         (Why.FOREVER, wall_time_s >= FOREVER_S),

@@ -31,6 +31,7 @@ from tula_hpc.records import Candidate
 ADVICE = {
     Why.SAMPLES: "lower search.min_batch and search.max_batch below the number of samples",
     Why.UNSEEN: REMEDY,
+    Why.DIVERGED: "check the model and its loss at such a batch",
 }
 FEWER_PREEMPTIONS = (
     "use fewer nodes, or nodes that are preempted less often than pricing.preemption_hours says"

@@ -147,7 +147,8 @@ def _by_knee(
     reason = f"it is {what} with a batch up to {above}{knee_is}{law}"
     if not within.any():
         reason = f"no batch is below {knee_is}; it is the next above"
-    elif knee.global_batch >= 2 * batch.max():
+    elif knee.global_batch >= 2 * batch.max() and batch[feasible].max() == batch.max():
+        # not said where memory or the user's limits rule out the largest batches
         most = f"B={batch.max():,.0f} and {plural(int(table.nodes.max()), 'node')}"
         searched = f"it is {what} that was searched. The search ended at {most}"
         reason = f"{searched}: larger batches would still pay, up to {knee_is}{law}"

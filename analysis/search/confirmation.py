@@ -79,7 +79,11 @@ def with_confirmation(
     # if the search has configurations left to measure, another warning names them
     if plan.chosen.measured or pending:
         return plan
-    usable = list(filter(is_usable, of_partition(measurements, plan.chosen.partition)))
+    here = of_partition(measurements, plan.chosen.partition)
+    # another warning says why its profile failed
+    if any(row.configuration == plan.chosen.configuration for row in here):
+        return plan
+    usable = list(filter(is_usable, here))
     share = profile_share(usable, plan.chosen.step_time_s, plan.chosen.wall_time_s)
     if share > PROFILE_SHARE:
         return plan.model_copy(update={"profile_share": share})

@@ -76,6 +76,7 @@ def believed_to_fit(
 ) -> list[Configuration]:
     """Return the candidates below every batch that ran out of memory or surely would, ascending.
 
+    Local batches at which the loss is not finite are left out: training there would be in vain.
     If a script takes a batch in as many passes as memory needs, these are all candidates, or none
     if a single sample ran out of memory.
     """
@@ -87,7 +88,8 @@ def believed_to_fit(
     summary = summarize(measurements)
     alone = summary.oom_bound(alone=True)
     several = summary.oom_bound(alone=False)
-    below = [c for c in every if c.local_batch < (alone if c.world_size == 1 else several)]
+    finite = [c for c in every if c.local_batch not in summary.diverged]
+    below = [c for c in finite if c.local_batch < (alone if c.world_size == 1 else several)]
     return _within_memory(below, cluster, summary)
 
 

@@ -42,6 +42,7 @@ from tula_hpc.analysis.report.plan_text import alternatives, sentences, too_clos
 from tula_hpc.analysis.run_contents import measured_epoch
 from tula_hpc.config import GIB, ObjectiveSpec, SweepSpec, TrainingSpec, load_sweep
 from tula_hpc.errors import InfeasibleError, NotEnoughDataError
+from tula_hpc.failure_kinds import Failure
 from tula_hpc.files import not_a_run
 from tula_hpc.formatting import command_line, format_duration, in_comparison
 from tula_hpc.records import (
@@ -398,6 +399,34 @@ def test_larger_batches_are_not_said_to_pay_where_those_that_were_searched_do_no
         in reason
     )
     assert "would still pay" not in reason
+
+
+def test_batches_that_the_user_forbids_are_not_said_to_be_slower() -> None:
+    spec = sweep(cluster_sizes=[4], max_batch=512)
+    limited = spec.model_copy(update={"objective": ObjectiveSpec(max_global_batch=128)})
+    plan = make_plan(limited, cluster(), [ok(4, 8), ok(4, 128)])
+    assert plan.chosen.global_batch == 128
+    assert "it is the fastest feasible configuration with a batch up to B=1,2" in plan.reason
+    assert "Larger batches are not faster" not in plan.reason
+
+
+def test_a_batch_whose_loss_is_not_finite_is_not_chosen_on_any_number_of_nodes() -> None:
+    fastest = make_plan(sweep("time"), cluster(), CORNERS).chosen
+    diverged = failed(1, fastest.local_batch, failure=Failure.DIVERGED, detail="the loss is not finite")
+    rows = [row for row in CORNERS if row.local_batch != fastest.local_batch]
+    plan = make_plan(sweep("time"), cluster(), [*rows, ok(4, 128), diverged])
+    assert plan.chosen.local_batch != fastest.local_batch
+    whys = {c.why for c in plan.candidates if c.local_batch == fastest.local_batch}
+    assert whys == {"its loss was not finite in a profile"}
+
+
+def test_a_choice_whose_profile_failed_is_not_said_to_have_been_too_expensive_to_profile() -> None:
+    spec = sweep("time", workload={"epochs": 1}, cluster_sizes=[1], min_batch=32, max_batch=256, mode="full")
+    crashed = [failed(1, 256)] * 2
+    plan = make_plan(spec, cluster(), [ok(1, 32), ok(1, 64), ok(1, 128), *crashed])
+    assert plan.chosen.configuration == Configuration(1, 1, 256)
+    assert plan.profile_share is None
+    assert f"{plan.chosen.configuration} was not measured: " in " ".join(plan.warnings)
 
 
 def test_a_curve_without_a_knee_is_said_to_have_none() -> None:

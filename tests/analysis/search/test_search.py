@@ -65,6 +65,14 @@ def test_out_of_memory_rules_out_larger_batches_everywhere_and_the_corner_moves(
     assert max(c.local_batch for c in proposed_by(FULL, 1, [oom(2, 64)])) == 32
 
 
+def test_a_local_batch_without_a_finite_loss_is_left_out_on_any_number_of_nodes_until_it_was_measured() -> None:
+    diverged = failed(1, 128, failure=Failure.DIVERGED)
+    left = [c for c in candidates(FULL, 1) if c.local_batch != 128]
+    assert proposed_by(FULL, 1, [diverged]) == left
+    mended = proposed_by(FULL, 1, [diverged, ok(2, 128)])
+    assert {c.nodes for c in mended if c.local_batch == 128} == {4}
+
+
 def test_where_the_fewest_nodes_have_no_batch_left_the_next_size_is_a_corner() -> None:
     assert proposed_by(PARTIAL, 1, [oom(1, 32)]) == at((2, 16), (4, 8), (4, 16))
     assert proposed_by(PARTIAL, 1, [oom(4, 8)]) == []
