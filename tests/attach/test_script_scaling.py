@@ -267,6 +267,29 @@ def test_an_optimizer_of_two_wrapped_models_is_refused_with_the_reason(tmp_path:
     start_workers(WORKERS, trains_two_models, tmp_path)
 
 
+def has_a_teacher(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORKERS)
+    driver = Driver(spec(1, {"method": "ags"}))
+    driver.hooks.install()
+    # as those of DINO: the teacher, wrapped first, is as large as the student
+    teacher, model = (DistributedDataParallel(nn.Linear(8, 4)) for _ in range(2))
+    teacher.requires_grad_(False)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        inputs = torch.randn(BATCH, 8)
+        torch.autograd.backward((model(inputs) - teacher(inputs)).square().sum())
+        assert driver.scaling.norms is not None
+        expected = 0 if driver.scaling.scaling is None else 1
+        assert driver.scaling.norms._passes == expected
+        optimizer.step()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_frozen_teacher_that_is_wrapped_is_no_hindrance(tmp_path: Path) -> None:
+    start_workers(WORKERS, has_a_teacher, tmp_path)
+
+
 def alone(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=1)
     driver = Driver(spec(1, {"method": "ags"}), workers=1)

@@ -83,7 +83,8 @@ class ScriptScaling:
         if is_alone or not self.adapts or not isinstance(model, DistributedDataParallel):
             return
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.norms = LocalNorms(trained, self.configuration.local_batch)
+        # a frozen teacher may be taken for the model that counts, up to the end of the first step
+        self.norms = LocalNorms(trained or [*model.parameters()], self.configuration.local_batch)
         try:
             self.norms.attach(model)
         except RuntimeError:
