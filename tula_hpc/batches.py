@@ -138,6 +138,8 @@ class LoaderPass:
         self._is_collated = bool(getattr(iterator, "_auto_collation", False))
         is_known = self._is_collated and self.size > 1
         self.full = max(0, self._left) // self.size if is_known else 0
+        # torch's own sampler leaves a shorter last batch out: without it the pass is an epoch
+        self._leaves_out = is_known and type(batches) is BatchSampler and batches.drop_last
         self._is_indexed = getattr(iterator, "_dataset_kind", None) == _DatasetKind.Map
         self.given_out: int | None = None
         # a batch of one item cannot be shorter, and the item may itself be a batch
@@ -164,7 +166,10 @@ class LoaderPass:
         if self.given_out is None:
             # a sampler of the script's own may fill its last batches up, by less than a step
             whole = self._whole * workers
-            return whole if samples < whole < samples + batch else samples, batch
+            # a data set may be smaller at first, as in a curriculum; where the script is given its
+            # steps, epochs go by their samples, and `batch` is 1
+            is_smaller = self._leaves_out and self.size <= batch and 0 < whole < samples
+            return whole if is_smaller or samples < whole < samples + batch else samples, batch
         return min(samples, self.given_out * workers), 1
 
     def items_in(self, batch: object, count: int) -> int:

@@ -27,7 +27,7 @@ from torch.utils.data.distributed import DistributedSampler
 from tests.benchmarks import hooks_cost
 from tests.forked import start_workers
 from tula_hpc.attach.hooks.find_model import as_wrapped, model_of, name_of, parameters_of, trained_in
-from tula_hpc.attach.hooks.passes import FEW_STEPS, Listener
+from tula_hpc.attach.hooks.passes import FEW_STEPS, Listener, Source
 from tula_hpc.attach.hooks.step_hooks import MOST_AWAITED, Hooks
 from tula_hpc.batches import LoaderPass, samples_in
 
@@ -157,6 +157,13 @@ def test_an_epoch_has_all_batches_of_a_sampler_that_fills_up_the_last_ones(sampl
     """A step or more apart, they are different samples, and the sweep's number counts."""
     loader = DataLoader(TensorDataset(torch.zeros(8)), batch_sampler=Buckets([[0, 1, 2, 3]] * 4))
     assert LoaderPass(iter(loader)).epoch(samples, 8, 2) == (expected, 8)
+
+
+@pytest.mark.parametrize(("size", "expected"), [(3, 18), (1, 40)])
+def test_an_epoch_over_less_data_ends_with_its_pass_though_its_last_batch_is_left_out(size: int, expected: int) -> None:
+    """As in a curriculum, whose data set grows. A batch of one item may itself be a batch."""
+    loader = DataLoader(TensorDataset(torch.zeros(10)), size, drop_last=True)
+    assert LoaderPass(iter(loader)).epoch(40, 6, 2) == (expected, 6)
 
 
 def test_a_worker_has_its_share_of_a_batch_that_accelerate_splits() -> None:
@@ -695,6 +702,23 @@ def with_batches_ahead() -> None:
         (inputs,), ahead = ahead, next(batches, None)
         torch.autograd.backward(model(inputs).sum())
         optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("loaded", "passed", "is_whole"),
+    [
+        ((32, 8, 3), (4, 32, 3), True),
+        ((32, 8, 3), (4, 8, 3), False),
+        ((32, 32), (4, 32), False),
+        ((32,), (4, 32), False),
+    ],
+)
+def test_some_steps_of_sequences_with_time_first_are_a_whole_batch_and_no_part_that_was_cut(
+    loaded: tuple[int, ...], passed: tuple[int, ...], is_whole: bool
+) -> None:
+    source = Source(items=32)
+    source.note_first(torch.zeros(loaded))
+    assert source.is_whole(torch.zeros(passed), passed[0], 32) == is_whole
 
 
 def with_sequences_in_other_dimensions() -> None:

@@ -141,8 +141,9 @@ class Source:
         first, *others = self.first_sizes
         if samples == first == 1:
             return True
-        is_turned = first != self.first_items or others == [samples]
         second = next((t.shape[1] for t in tensors_of(inputs) if t.dim() > 1), 0)
+        # with time first, a script may pass on only some of the batch's steps
+        is_turned = first != self.first_items or others not in ([], [second]) or others == [samples]
         return is_turned and 0 < items == second
 
     @property
