@@ -273,12 +273,13 @@ def test_what_is_no_file_is_neither_waited_for_nor_read_to_its_end(here: Path, p
         ("name.x=3", "--set: name.x: 'name' is not a table"),
         (".a=3", "in.toml: '': unknown key"),
         ("workload.epoch=3", "--set: workload.epoch: unknown key (did you mean 'epochs'?)"),
+        ("training.log_to=[wandb]", "--set: training.log_to: expected a list in brackets with its texts in quotes, '"),
         ("workload.epochs=many", '--set: workload.epochs: expected a whole number, got "many"'),
         ("workload.epochs=" + "9" * 5000, "--set: workload.epochs: expected a whole number, got"),
         ("workload.epochs=" + "[" * 5000, "--set: workload.epochs: expected a whole number, got"),
         ("a" + ".a" * 3000 + "=1", "in.toml: holds a value outside all bounds"),
     ],
-    ids=range(12),
+    ids=range(13),
 )
 def test_a_mistake_on_the_command_line_is_one_line(here: Path, override: str, message: str) -> None:
     line = complaint(load_sweep, NAME, [override])

@@ -231,6 +231,9 @@ def message_of(item: Mapping[str, Any]) -> str:
     form = _EXPECTED.get(item["type"])
     if form is None:
         return str(item["msg"]).removeprefix("Value error, ")
+    if item["type"] == "tuple_type" and str(item["input"]).startswith("["):
+        # the shell has taken the quotes of --set KEY=["a"]
+        form += """ with its texts in quotes, '["a", "b"]' in a shell"""
     return form.format(**item.get("ctx", {}))
 
 
