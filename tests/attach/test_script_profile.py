@@ -393,6 +393,9 @@ def test_batches_of_a_loader_without_a_length_are_taken_as_they_come(tmp_path: P
         ([27, 36, 40, 31, 33], 64, 33),
         # batches that are cut by their tokens: a mean of few is known only roughly
         ([17, 130, 52, 98, 41], 80, 80),
+        # documents packed into as many tokens, mostly as many of them
+        ([9] * 6 + [8, 8, 7, 6], 8, 8),
+        ([9] * 9 + [4, 2], 8, 9),
     ],
 )
 def test_the_batch_is_the_usual_one_or_the_mean_of_drawn_ones(sizes: list[int], asked: int | None, batch: int) -> None:

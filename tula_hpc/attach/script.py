@@ -102,8 +102,10 @@ def typical_batch(sizes: Counter[int], asked: int | None, *, has_loader: bool = 
     its own error. Without a loader of torch's, sizes that differ may count anything, such as nodes
     of a graph: the result is 0 instead of the mean.
     """
-    if not varies(sizes):
-        usual = max(sizes, key=sizes.__getitem__, default=0)
+    usual = max(sizes, key=sizes.__getitem__, default=0)
+    # packed documents have one of several numbers; it is the mean that may be what was asked for
+    is_one_of_many = asked is not None and len(sizes) > 2 and 4 * sizes[usual] < 3 * sizes.total()
+    if not (varies(sizes) or is_one_of_many):
         # of an epoch's two batches the second is shorter, and may have been seen once more
         if asked is not None and asked > usual and sizes[asked] >= max(1, sizes[usual] - 1):
             return asked
