@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -436,3 +437,10 @@ def test_a_script_that_takes_its_local_rank_as_an_option_gets_it_where_there_are
     script.write_text(changed.replace('    world = int(os.environ.get("WORLD_SIZE", "1"))\n', ""))
     outcomes = profiled(script, ("--batch-size", "4", "--epochs", "9"), tmp_path, world)
     assert [measurement_of(each).nodes for each in outcomes] == [world] * world
+
+
+def test_an_optimizer_that_has_counted_is_not_named_with_those_that_do_not_count() -> None:
+    """As one that a script makes anew for each round of its training."""
+    before, other = (torch.optim.SGD([torch.zeros(1)], 0.1) for _ in range(2))
+    hooks = SimpleNamespace(others={before: True, other: False}, partners=SimpleNamespace(found=[]))
+    assert vars(MeasuredSteps)["not_counted"].fget(SimpleNamespace(hooks=hooks)) == [other]

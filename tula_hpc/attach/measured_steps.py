@@ -353,8 +353,10 @@ class MeasuredSteps(Mode):
 
     @property
     def not_counted(self) -> list[Optimizer]:
-        """Optimizers whose steps are not part of those that count."""
-        return [each for each in self.hooks.others if each not in self.hooks.partners.found]
+        """Optimizers whose steps are not part of those that count, and never were."""
+        others = self.hooks.others.items()
+        never = (each for each, has_counted in others if not has_counted)
+        return [each for each in never if each not in self.hooks.partners.found]
 
     def _others(self) -> list[str]:
         """Return the optimizers that do not count, with their models as far as these are known."""
