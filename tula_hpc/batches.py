@@ -152,15 +152,22 @@ class LoaderPass:
         return self.size == 1 or not (self.size or self._is_collated)
 
     def epoch(
-        self, samples: int, batch: int, workers: int, before: LoaderPass | None = None
+        self,
+        samples: int,
+        batch: int,
+        workers: int,
+        before: LoaderPass | None = None,
+        *,
+        is_begun: bool = False,
     ) -> tuple[int, int]:
         """Return the samples of an epoch over all workers, and the fewest that make its last step.
 
         `samples` is the sweep file's number, and each of the `workers` makes such a pass. If only
         full batches are given out, a step has at least `batch` samples.
-        `before` is the pass that gave the batches so far of the present epoch, if there were any.
+        `before` is the pass before this one. `is_begun`: batches before belong to this epoch, from
+        that pass or from before a resume.
         """
-        if before is not None and before.data != self.data:
+        if is_begun and before is not None and before.data != self.data:
             # loaders that take turns have a part of the epoch each
             return samples, batch if self.given_out is None else 1
         if self.given_out is None:
@@ -168,7 +175,8 @@ class LoaderPass:
             whole = self._whole * workers
             # a data set may be smaller at first, as in a curriculum; where the script is given its
             # steps, epochs go by their samples, and `batch` is 1
-            is_smaller = self._leaves_out and self.size <= batch and 0 < whole < samples
+            is_smaller = self._leaves_out and not is_begun and self.size <= batch
+            is_smaller = is_smaller and 0 < whole < samples
             return whole if is_smaller or samples < whole < samples + batch else samples, batch
         return min(samples, self.given_out * workers), 1
 

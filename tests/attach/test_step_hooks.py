@@ -159,11 +159,16 @@ def test_an_epoch_has_all_batches_of_a_sampler_that_fills_up_the_last_ones(sampl
     assert LoaderPass(iter(loader)).epoch(samples, 8, 2) == (expected, 8)
 
 
-@pytest.mark.parametrize(("size", "expected"), [(3, 18), (1, 40)])
-def test_an_epoch_over_less_data_ends_with_its_pass_though_its_last_batch_is_left_out(size: int, expected: int) -> None:
-    """As in a curriculum, whose data set grows. A batch of one item may itself be a batch."""
+@pytest.mark.parametrize(("size", "is_begun", "expected"), [(3, False, 18), (1, False, 40), (3, True, 40)])
+def test_an_epoch_over_less_data_ends_with_its_pass_though_its_last_batch_is_left_out(
+    size: int, is_begun: bool, expected: int
+) -> None:
+    """As in a curriculum, whose data set grows. A batch of one item may itself be a batch.
+
+    A script that goes on within an epoch may have the epoch's other batches in its loader alone.
+    """
     loader = DataLoader(TensorDataset(torch.zeros(10)), size, drop_last=True)
-    assert LoaderPass(iter(loader)).epoch(40, 6, 2) == (expected, 6)
+    assert LoaderPass(iter(loader)).epoch(40, 6, 2, is_begun=is_begun) == (expected, 6)
 
 
 def test_a_worker_has_its_share_of_a_batch_that_accelerate_splits() -> None:

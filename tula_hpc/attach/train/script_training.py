@@ -281,7 +281,8 @@ class ScriptTraining(Mode):
         loader_pass = None if is_same else self.hooks.loader_pass()
         if loader_pass is not None and loader_pass is not self._epoch_by:
             sizes = self.settings.samples, self._least, self._workers
-            self._epoch = loader_pass.epoch(*sizes, self._epoch_by if progress.offset > 0 else None)
+            is_begun = progress.offset > 0
+            self._epoch = loader_pass.epoch(*sizes, self._epoch_by, is_begun=is_begun)
             self._epoch_by = loader_pass
             if loader_pass.given_out is None and not (self.is_kept or self.settings.counts_steps):
                 progress.begin_pass(self._carried, self.settings.samples, self._whole)
