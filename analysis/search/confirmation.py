@@ -80,12 +80,10 @@ def with_confirmation(
     if plan.chosen.measured or pending:
         return plan
     here = of_partition(measurements, plan.chosen.partition)
-    # another warning says why its profile failed
-    if any(row.configuration == plan.chosen.configuration for row in here):
-        return plan
+    has_failed = any(row.configuration == plan.chosen.configuration for row in here)
     usable = list(filter(is_usable, here))
     share = profile_share(usable, plan.chosen.step_time_s, plan.chosen.wall_time_s)
-    if share > PROFILE_SHARE:
+    if share > PROFILE_SHARE and not has_failed:
         return plan.model_copy(update={"profile_share": share})
     tried = len(configurations_of(usable))
     return plan.with_doubts(Remedy.MEASURE.doubts([_unmeasured(plan, sweep, tried)]))
