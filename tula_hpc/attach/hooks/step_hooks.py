@@ -118,7 +118,7 @@ class Hooks:
         self._in_a_row = 0
         self._keeps_batches = False
         # id of the iterator whose batches this step takes; 0: unknown
-        self._source = 0
+        self._key = 0
         # id of those batches' data set, 0: unknown; each epoch may have a loader of its own
         self._data = 0
         # ids of data sets from whose last iterator the script took only the first batch: no epoch
@@ -192,13 +192,13 @@ class Hooks:
                 samples = self._samples_in(args, kwargs)
             # the batch usually comes from the loader that gave a batch last
             is_last = samples == latest.items and self._given
-            source = latest.key if is_last else self._source_of(samples)
-            if not self._source:
-                self._source = source
-                self.source = self._given.get(source, latest)
+            key = latest.key if is_last else self._key_of(samples)
+            if not self._key:
+                self._key = key
+                self.source = self._given.get(key, latest)
                 # an iterator that no longer exists counts only if it gave this batch
-                self._data = self.source.data if source else data_of(self.loader)
-            elif source != self._source and source in self._prior and self._source in self._prior:
+                self._data = self.source.data if key else data_of(self.loader)
+            elif key != self._key and key in self._prior and self._key in self._prior:
                 # the batch of a second loader, which each step uses along with the first
                 return
             unused = self._unused
@@ -231,8 +231,8 @@ class Hooks:
             forwards.evaluated = forwards.evaluated + 1 if torch.is_grad_enabled() else 0
             self.listener.evaluating()
 
-    def _source_of(self, samples: int) -> int:
-        """Return the last loader that gave `samples` samples since the last step; 0: none."""
+    def _key_of(self, samples: int) -> int:
+        """Return the id of the last loader that gave `samples` samples since the last step; 0: none."""
         alike = (key for key in reversed(self._given) if self._given[key].items == samples)
         return next(alike, 0)
 
@@ -389,7 +389,7 @@ class Hooks:
         self._given = {}
         self._taken = (0, 0)
         self._since_new += 1
-        self._source = 0
+        self._key = 0
         self.further_steps = 0
         self.listener.step_ends()
 
