@@ -136,10 +136,17 @@ def test_a_method_that_is_called_past_the_wrapper_is_named(tmp_path: Path) -> No
     assert "end its class with `forward = loss`, and write `model(…)` for `model.loss(…)`" in message.detail
 
 
-def test_workers_that_exchange_no_gradients_are_refused(tmp_path: Path) -> None:
-    message = misbehave("averages its weights", tmp_path, world=2).message
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("averages its weights", "takes its steps within no_sync, so that its workers exchange no gradients"),
+        ("lets workers run out", "misbehaving.py lets workers run out of data before others (torch's Join); here"),
+    ],
+)
+def test_workers_that_do_not_step_together_are_refused(how: str, words: str, tmp_path: Path) -> None:
+    message = misbehave(how, tmp_path, world=2).message
     assert message.failure is Failure.BAD_INPUT
-    assert "takes its steps within no_sync, so that its workers exchange no gradients" in message.detail
+    assert words in message.detail
 
 
 @pytest.mark.parametrize("how", ["hangs", "hangs later"])

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -334,6 +335,17 @@ def averages_its_weights() -> None:
         trains(model)
 
 
+def lets_workers_run_out() -> None:
+    """Train under `Join`, where the second worker has more data than the first."""
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(nn.Linear(8, 4))
+    with Join([model]):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(8 + 100 * RANK):
+            model(torch.randn(BATCH, 8)).square().mean().backward()
+            optimizer.step()
+
+
 def loads(*, shares: bool) -> None:
     model, optimizer = build()
     dataset = TensorDataset(torch.randn(1000, 8))
@@ -606,6 +618,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "waits apart, and gives up": lambda: waits_apart(8.0),
     "shares its data": lambda: loads(shares=True),
     "averages its weights": averages_its_weights,
+    "lets workers run out": lets_workers_run_out,
     "shares no data": lambda: loads(shares=False),
 }
 

@@ -13,7 +13,9 @@ from functools import partial, wraps
 from threading import get_ident
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.utils.data import DataLoader, dataloader
 from torch.utils.hooks import RemovableHandle
 
@@ -46,8 +48,12 @@ def before(modules: Sequence[Any], name: str, then: Callable[[], None]) -> None:
         vars(module)[name] = patched
 
 
-def refuse_workers(refuse: Callable[[str], None]) -> None:
-    """Refuse a script that starts workers of its own by torch.multiprocessing.spawn."""
+def refuse_other_workers(refuse: Callable[[str], None]) -> None:
+    """Refuse workers that the script starts itself, and those that may take fewer steps than others.
+
+    Under torch's `Join` a worker without data left waits for the steps of the others, which agree
+    with it at each step whether to go on.
+    """
     # both modules have the function; torch.multiprocessing.spawn as an attribute is no module
     starting = [sys.modules[f"torch.multiprocessing{end}"] for end in ("", ".spawn")]
     why = (
@@ -56,6 +62,16 @@ def refuse_workers(refuse: Callable[[str], None]) -> None:
         "LOCAL_RANK and WORLD_SIZE from the environment"
     )
     before(starting, "start_processes", partial(refuse, why))
+
+    def check(join: Join, *_: object) -> None:
+        if join._enable and dist.get_world_size(join._process_group) > 1:
+            refuse(
+                "lets workers run out of data before others (torch's Join); here all take the same "
+                "steps: give each as many batches, by DistributedSampler, or by even_batches=True "
+                "in accelerate, and leave Join (join_uneven_inputs) out"
+            )
+
+    after(Join, "__init__", check)
 
 
 def on_loopback_alone() -> None:

@@ -52,7 +52,7 @@ from tula_hpc.attach.hooks.patches import (
     before,
     before_forward,
     on_loopback_alone,
-    refuse_workers,
+    refuse_other_workers,
 )
 from tula_hpc.batches import LoaderPass, data_of, length_of, samples_in, tensors_of
 
@@ -132,7 +132,7 @@ class Hooks:
             after(dataloader._BaseDataLoaderIter, name, self._begin_loading)
         around_next(self.next_batch, self.listener)
         self.backward.install()
-        refuse_workers(self.listener.refuse)
+        refuse_other_workers(self.listener.refuse)
         before((dist, dist.distributed_c10d), "init_process_group", self.listener.meets)
         on_loopback_alone()
         watch_freezing()
