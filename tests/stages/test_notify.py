@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tula_hpc.cli.pipeline import carry_out
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import unix_time
-from tula_hpc.errors import StageError
+from tula_hpc.errors import LaunchError, StageError
 from tula_hpc.failure_kinds import Failure
-from tula_hpc.records import RunDirectory
+from tula_hpc.launch.launcher import Launcher
+from tula_hpc.records import RunDirectory, read_document
 from tula_hpc.stages import notify as notifications
 from tula_hpc.stages.context import Sweep
 from tula_hpc.stages.notify import notify, notify_of_news
@@ -64,6 +68,30 @@ def test_the_end_of_a_stage_is_sent_again_only_after_further_jobs(tmp_path: Path
     assert len(lines_of(tmp_path)) == 2
 
 
+def test_two_commands_that_look_at_the_same_moment_send_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain command on a detached sweep looks on while a controller works."""
+    sweep = sweep_with(tmp_path)
+    both_have_read = threading.Barrier(2)
+
+    def read(*arguments: Any) -> Any:
+        try:
+            return read_document(*arguments)
+        finally:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both_have_read.wait(0.3)
+
+    monkeypatch.setattr(notifications, "read_document", read)
+    sweep.run.log_event("finished", "train", job_id="2", detail="64.5 % test accuracy")
+    commands = [threading.Thread(target=notify_of_news, args=(sweep,)) for _ in range(2)]
+    for command in commands:
+        command.start()
+    for command in commands:
+        command.join()
+    assert [line.split("|")[0] for line in lines_of(tmp_path)] == ["training_finished"]
+
+
 def test_a_message_is_data_to_the_shell(tmp_path: Path) -> None:
     """The command must be no argument either, because everybody on the machine could read it."""
     hostile = f'"; touch {tmp_path}/made; $(touch {tmp_path}/made) `touch {tmp_path}/made`\x1b[2J'
@@ -101,6 +129,16 @@ def test_without_the_key_nothing_is_kept(tmp_path: Path) -> None:
     notify(sweep, "sweep_ended", "done")
     notify_of_news(sweep, running=1)
     assert not sweep.run.notifications_file.exists()
+
+
+def test_a_scheduler_that_does_not_answer_is_a_failure_to_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_lost(_: Launcher) -> None:
+        raise LaunchError("the Slurm controller has not answered for an hour")
+
+    monkeypatch.setattr(Launcher, "find_lost", find_lost)
+    with pytest.raises(LaunchError):
+        carry_out(sweep_with(tmp_path), "report")
+    assert [line.split("|")[0] for line in lines_of(tmp_path)] == ["sweep_failed"]
 
 
 def test_a_study_has_either_ended_or_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,7 +219,7 @@ def _log_end(run: RunDirectory, words: str) -> None:
 
 
 def look_on(sweep: Sweep) -> None:
-    """Show a detached sweep's progress as long as controllers carry it on; change nothing.
+    """Show a detached sweep's progress as long as controllers carry it on; submit nothing.
 
     Return at once if the sweep is not detached, or if the user wants this command to carry on.
 

@@ -100,10 +100,10 @@ def carry_out(sweep: Sweep, until: str) -> int:
         StageError: A stage failed.
         StillRunningError: Jobs are not over yet, and the sweep is detached.
     """
-    sweep.launcher.find_lost()
-    for words in sweep.run.damage():
-        print(f"warning: {words}", file=sys.stderr)
     try:
+        sweep.launcher.find_lost()
+        for words in sweep.run.damage():
+            print(f"warning: {words}", file=sys.stderr)
         if sweep.spec.study is not None:
             return _run_study(sweep, report=until == "report")
         return _run_stages(sweep, STAGES.index(until))

@@ -273,6 +273,18 @@ def _append(path: Path, lines: bytes, durable: bool) -> None:
 
 
 @contextlib.contextmanager
+def in_turn(path: Path) -> Iterator[None]:
+    """Keep out other processes that use the same lock file; as `_locked`, go on where it fails."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+            descriptor = os.open(path, flags, 0o600)
+            stack.callback(os.close, descriptor)
+            stack.enter_context(_locked(descriptor))
+        yield
+
+
+@contextlib.contextmanager
 def _locked(descriptor: int) -> Iterator[None]:
     """Lock a file against other writers; after `LOCK_S`, or where locks fail, go on without.
 

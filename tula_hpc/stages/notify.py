@@ -15,6 +15,7 @@ sweep goes on, and one warning says so.
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager
 
 from pydantic import Field
 
@@ -23,6 +24,7 @@ from tula_hpc.errors import LaunchError, RunDirectoryError, StorageError
 from tula_hpc.formatting import first_line, printable
 from tula_hpc.launch.bounded_command import run as run_command
 from tula_hpc.records import MAIN_LABEL, Record, read_document, write_atomically
+from tula_hpc.records.storage import in_turn
 from tula_hpc.stages.context import Sweep
 
 TIME_LIMIT_S = 10.0
@@ -50,11 +52,14 @@ def notify(sweep: Sweep, event: str, message: str, name: str = "") -> None:
     """
     if sweep.cluster.on_event is None:
         return
-    sent = _read(sweep)
-    jobs = len(sweep.run.history().submissions("profile", "train"))
-    key = f"{event} {name} {jobs}"
-    if key not in sent.said and _keep(sweep, sent.model_copy(update={"said": [*sent.said, key]})):
-        _run(sweep, event, message)
+    with _in_turn(sweep):
+        sent = _read(sweep)
+        jobs = len(sweep.run.history().submissions("profile", "train"))
+        key = f"{event} {name} {jobs}"
+        said = [*sent.said, key]
+        if key in sent.said or not _keep(sweep, sent.model_copy(update={"said": said})):
+            return
+    _run(sweep, event, message)
 
 
 def notify_of_news(sweep: Sweep, running: int = 0) -> None:
@@ -66,17 +71,23 @@ def notify_of_news(sweep: Sweep, running: int = 0) -> None:
         return
     if running:
         notify(sweep, "training_started", "the training runs")
-    sent = _read(sweep)
-    history = sweep.run.history()
-    news = history.news(sent.events)
-    events = len(history.events)
-    if events == sent.events or not _keep(sweep, sent.model_copy(update={"events": events})):
-        return
+    with _in_turn(sweep):
+        sent = _read(sweep)
+        history = sweep.run.history()
+        news = history.news(sent.events)
+        events = len(history.events)
+        if events == sent.events or not _keep(sweep, sent.model_copy(update={"events": events})):
+            return
     for each in news:
         is_main = each.label == MAIN_LABEL
         # a study has many trainings, so only their failures are news
         if is_main or each.kind == "training_failed":
             _run(sweep, each.kind, each.text if is_main else f"{each.label}: {each.text}")
+
+
+def _in_turn(sweep: Sweep) -> AbstractContextManager[None]:
+    """Keep another command or controller from finding the same news, which it would send, too."""
+    return in_turn(sweep.run.root / ".told.lock")
 
 
 def _read(sweep: Sweep) -> Notifications:
@@ -110,7 +121,10 @@ def _run(sweep: Sweep, event: str, message: str) -> None:
         problem = first_line(done.complaint) if done.code else ""
     except LaunchError:
         problem = f"did not end within {TIME_LIMIT_S:g} s, and was killed"
-    sent = _read(sweep)
-    if problem and not sent.complained:
-        _keep(sweep, sent.model_copy(update={"complained": True}))
-        sys.stderr.write(f"warning: on_event, for {event}: {problem}; the sweep goes on\n")
+    if not problem:
+        return
+    with _in_turn(sweep):
+        sent = _read(sweep)
+        if not sent.complained:
+            _keep(sweep, sent.model_copy(update={"complained": True}))
+            sys.stderr.write(f"warning: on_event, for {event}: {problem}; the sweep goes on\n")
