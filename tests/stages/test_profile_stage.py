@@ -195,7 +195,7 @@ def test_no_more_jobs_run_at_a_time_than_are_allowed(
 
     rounds = iter([PROPOSED, []])
     monkeypatch.setattr("tula_hpc.stages.profile.propose_on", lambda *_: next(rounds))
-    monkeypatch.setattr("tula_hpc.stages.profile._settle", lambda *_: [])
+    monkeypatch.setattr("tula_hpc.stages.profile._settle", lambda *_: ([], []))
     monkeypatch.setattr("tula_hpc.launch.launcher.Launcher.submit", submit)
     with stage_progress("profiling") as progress:
         _profile_part(part, progress, None)
@@ -435,7 +435,7 @@ class Cancelled(Scheduler):
         return [Ended(job, Failure.CANCELLED, "CANCELLED AT 12:00", None) for job in jobs]
 
 
-def test_a_cancelled_job_is_reported_once(
+def test_a_cancelled_job_is_reported_once_and_another_one_only_if_it_follows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scheduler, sweep = profile(monkeypatch, tmp_path, measures=False, kind=Cancelled)
@@ -443,6 +443,8 @@ def test_a_cancelled_job_is_reported_once(
         profile_stage(sweep)
     output = capsys.readouterr().err
     assert output.count("was cancelled, by scancel or an operator") == len(scheduler.wanted)
+    assert output.count("another job measures the rest") == len(scheduler.wanted) - 1
+    assert output.count("no other job follows it") == 1
     assert "failed while it measured" not in output
     assert {row.detail for row in sweep.run.measurements().records} == {"by scancel or an operator"}
 

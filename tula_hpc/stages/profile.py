@@ -161,15 +161,17 @@ def _parts_without_room(sweep: Sweep, parts: Sequence[Sweep]) -> dict[str, str]:
 def _profile_part(part: Sweep, progress: StageProgress, trusted_batch: int | None) -> list[Ended]:
     failures: list[Ended] = []
     while True:
-        failures += _settle(part, progress)
+        ended, dead = _settle(part, progress)
+        failures += dead
         # refuse before more is measured that no plan can use
         refuse_several(part.run, part.run.measurements().records)
         kinds = [end.failure for end in failures]
         in_vain = is_partition_hopeless(kinds, _broken_rounds(part))
         hopeless = in_vain and not measured_anything(part)
-        if hopeless or _wrong(failures):
-            return failures
-        proposed = propose_on(part, trusted_batch)
+        proposed: list[Configuration] = []
+        if not (hopeless or _wrong(failures)):
+            proposed = propose_on(part, trusted_batch)
+        _say_cancelled(ended, goes_on=bool(proposed))
         if not proposed:
             return failures
         # a group is an array, which keeps to array_parallelism by itself, or one packed job: of
@@ -178,6 +180,18 @@ def _profile_part(part: Sweep, progress: StageProgress, trusted_batch: int | Non
         arrays: list[list[str]] = [[]] * at_a_time
         for group in first_wave(part.spec, part.cluster, proposed):
             arrays.append(_submit(part, group, trusted_batch, arrays[-at_a_time]))
+
+
+def _say_cancelled(ended: Sequence[Ended], *, goes_on: bool) -> None:
+    then = "no other job follows it"
+    if goes_on:
+        then = (
+            "another job measures the rest; to stop for good, end this command with Ctrl-C: it "
+            "then says how to cancel the job"
+        )
+    for end in ended:
+        if end.failure is Failure.CANCELLED:
+            sys.stderr.write(f"profiling: job {end.job.job_id} was cancelled, {BY_HAND}; {then}\n")
 
 
 def propose_on(part: Sweep, trusted_batch: int | None) -> list[Configuration]:
@@ -244,12 +258,12 @@ def wants_estimate(part: Sweep) -> bool:
     )
 
 
-def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
+def _settle(part: Sweep, progress: StageProgress) -> tuple[list[Ended], list[Ended]]:
     """Wait for submitted jobs, and record the configurations that ended a job.
 
     Returns:
-        Ends of jobs that died without a record of their own, except jobs of an earlier command that
-        failed for a cause that the user may have removed.
+        Ends of all these jobs; and of those that died without a record of their own, except jobs of
+        an earlier command that failed for a cause that the user may have removed.
     """
     unsettled = part.run.history().unsettled("profile")
     submitted = {job.job_id: job for job in unsettled if _is_of(part, job)}
@@ -295,16 +309,9 @@ def _settle(part: Sweep, progress: StageProgress) -> list[Ended]:
     ended = part.launcher.wait(jobs, tick) if jobs else []
     # once more, for jobs that ended between two looks
     warn_of_setup()
-    for end in ended:
-        if end.failure is Failure.CANCELLED:
-            sys.stderr.write(
-                f"profiling: job {end.job.job_id} was cancelled, {BY_HAND}; another job measures the "
-                "rest; to stop for good, end this command with Ctrl-C: it then says how to cancel "
-                "the job\n"
-            )
     dead = [end for end in ended if _record_end(part, submitted[end.job.job_id], end)]
     mended = {j.job_id for j in submitted.values() if j.submitted_at < part.started_at}
-    return [e for e in dead if not (e.failure in FOR_THE_USER and e.job.job_id in mended)]
+    return ended, [e for e in dead if not (e.failure in FOR_THE_USER and e.job.job_id in mended)]
 
 
 def _left_s(part: Sweep, left: int) -> float | None:
@@ -347,7 +354,7 @@ def _record_end(part: Sweep, job: Submission, end: Ended) -> bool:
         if job.submitted_at < part.started_at:
             changes["finished_at"] = job.submitted_at
         append_record(output, record.model_copy(update=changes))
-        # a cancellation was reported before
+        # a cancellation is reported with what follows from it
         if not (end.failure.is_oom or end.failure in (*FOR_THE_USER, Failure.CANCELLED)):
             sys.stderr.write(f"profiling: {_how_it_failed(blamed, end)}\n")
     fields: dict[str, Any] = {"failure": end.failure}
