@@ -24,7 +24,7 @@ from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch import local_executor
 from tula_hpc.launch.job_files import SETUP_FILE
 from tula_hpc.launch.job_specs import ProfileJob
-from tula_hpc.launch.launcher import REFUSED, Launcher
+from tula_hpc.launch.launcher import REFUSED, Launcher, lost
 from tula_hpc.launch.local_executor import begun, run_controller, take_pickle
 from tula_hpc.records import Configuration, RunDirectory, append_record
 from tula_hpc.records.events import EventName
@@ -150,6 +150,7 @@ def test_what_a_killed_command_has_started_is_found_and_the_rest_never_begins(tm
         command.wait_until_begun(len(expected[at]))
         command.launcher.find_lost()
         assert command.labels() == list(expected[at])
+        assert lost(command.run) == []
         command.submit(sorted({"0", "1"} - set(expected[at])))
     for at, command in commands.items():
         command.launcher.wait([submitted_job(command.run, job) for job in command.run.history().submissions()])

@@ -298,6 +298,10 @@ class Launcher:
             ids = self.executor.find_lost(path, notice, known)
             if any(ids):
                 found += self._log_submitted(path.parent, notice, ids, {*known, ""})
+                # the others never begin: with all jobs on record, the submission is not lost
+                begun = [task for task, job_id in zip(notice.tasks, ids, strict=True) if job_id]
+                whole = notice.model_copy(update={"tasks": begun})
+                write_atomically(path, whole.model_dump_json())
                 continue
             # without pickles, an sbatch that is still at work cannot start the jobs later
             for pickled in path.parent.glob("task-*.pkl"):
