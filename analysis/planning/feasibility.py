@@ -9,7 +9,7 @@ import numpy as np
 from tula_hpc.analysis.costs.interruptions import Resume
 from tula_hpc.analysis.costs.pricing import enough_minutes
 from tula_hpc.analysis.models.fitted import LARGER_MACHINE, MORE_MEMORY, REMEDY
-from tula_hpc.analysis.planning.candidates import FEASIBLE, CandidateTable, Why
+from tula_hpc.analysis.planning.candidates import FEASIBLE, CandidateTable, Why, predict
 from tula_hpc.analysis.planning.constraints import (
     CONSTRAINED,
     Constraint,
@@ -23,7 +23,7 @@ from tula_hpc.analysis.planning.knee import TimeCurves
 from tula_hpc.analysis.planning.memory_limit import on_top_bytes
 from tula_hpc.analysis.planning.objective import choose
 from tula_hpc.analysis.planning.partitions import FittedPartitions, name_of
-from tula_hpc.config import ObjectiveSpec, TrainingSpec
+from tula_hpc.config import ObjectiveSpec, SweepSpec, TrainingSpec
 from tula_hpc.errors import ConstraintsError, InfeasibleError
 from tula_hpc.formatting import listed
 from tula_hpc.records import Candidate
@@ -38,9 +38,7 @@ FEWER_PREEMPTIONS = (
 )
 
 
-def require_feasible(
-    fitted: FittedPartitions, objective: ObjectiveSpec, training: TrainingSpec
-) -> None:
+def require_feasible(fitted: FittedPartitions, sweep: SweepSpec) -> None:
     """Refuse a table without any feasible candidate.
 
     Raises:
@@ -50,10 +48,10 @@ def require_feasible(
     table = fitted.table
     if np.any(table.why == FEASIBLE):
         return
-    nearest = nearest_outside(table, objective)
+    nearest = nearest_outside(table, sweep.objective)
     if nearest is not None:
         candidate = fitted.record(nearest)
-        broken = _broken(candidate, constraints_of(objective))
+        broken = _broken(candidate, constraints_of(sweep.objective))
         where = f"the nearest is {name_of(candidate)}: {broken}"
         raise ConstraintsError(
             f"plan: none of {table.rows:,} candidates keeps the constraints; {where}; raise the "
@@ -62,11 +60,11 @@ def require_feasible(
     row = int(np.lexsort((table.global_batch, table.local_batch))[0])
     why_not = Why(int(table.why[row]))
     advice = ADVICE.get(why_not, MORE_MEMORY)
-    if why_not is Why.MEMORY and _no_batch_fits(fitted, row, training):
+    if why_not is Why.MEMORY and _no_batch_fits(fitted, row, sweep.training):
         advice = f"even one sample would need more than that; {LARGER_MACHINE}"
     if why_not is Why.FOREVER:
-        row = _least_time(fitted, training.max_requeues)
-        advice = _more_time(fitted, row, training.max_requeues)
+        row = _least_time(fitted, sweep.training.max_requeues)
+        advice = _more_time(fitted, row, sweep)
     named = fitted.record(row)
     why = f"{name_of(named)}: {named.why}"
     raise InfeasibleError(f"plan: none of {table.rows:,} candidates is feasible; {why}; {advice}")
@@ -88,25 +86,29 @@ def _least_time(fitted: FittedPartitions, max_requeues: int) -> int:
     return rows[int(np.argmin(minutes))]
 
 
-def _more_time(fitted: FittedPartitions, row: int, max_requeues: int) -> str:
-    """Say how long a job must be for a candidate on its partition."""
-    table = fitted.table
-    part = fitted.parts[table.part[row]]
+def _more_time(fitted: FittedPartitions, row: int, sweep: SweepSpec) -> str:
+    """Say how long a job must be for a candidate on its partition, and how seldom preempted."""
+    rows = fitted.table.take([row])
+    part = fitted.parts[rows.part[0]]
     cluster = part.cluster
-    if cluster.pricing.basis == "spot" and np.isfinite(table.requeues[row]):
+    if cluster.pricing.basis == "spot" and np.isfinite(rows.requeues[0]):
         return FEWER_PREEMPTIONS
-    minutes = train_minutes_for(table.take([row]), fitted, max_requeues)
+    minutes = train_minutes_for(rows, fitted, sweep.training.max_requeues)
+    enough = part._replace(cluster=cluster.model_copy(update={"train_minutes": minutes}))
+    preempted = ""
+    if predict(0, enough, rows.grid, sweep).why[0] == Why.FOREVER:
+        preempted = f"; preemptions leave no time either: {FEWER_PREEMPTIONS}"
     advice = f"raise train_minutes in the cluster file from {cluster.train_minutes} to {minutes}"
     if part.resume is Resume.NOTHING:
         return (
             f"{advice}, or let the script go on from where it was interrupted, by "
-            "workload.resume_arguments or tula.keep"
+            f"workload.resume_arguments or tula.keep{preempted}"
         )
     limit_s = 60 * cluster.train_minutes
     if cluster.signal_delay_s >= limit_s:
         alone = f"signal_delay_s = {cluster.signal_delay_s} alone leaves nothing"
-        return f"{advice}; {alone} of a time limit of {limit_s} s"
-    return advice
+        return f"{advice}; {alone} of a time limit of {limit_s} s{preempted}"
+    return f"{advice}{preempted}"
 
 
 def train_minutes_for(rows: CandidateTable, fitted: FittedPartitions, max_requeues: int) -> int:

@@ -50,7 +50,7 @@ def plan_candidates(
     `pending` returns the configurations that the search still proposes on a partition.
     """
     fitted = fitted._replace(table=constrain(fitted.table, sweep.objective))
-    require_feasible(fitted, sweep.objective, sweep.training)
+    require_feasible(fitted, sweep)
     curves = knee_curves(fitted.parts, sweep)
     choice = choose(sweep.objective, fitted.table, curves)
     plan = _without_warnings(sweep, fitted, choice, binding(fitted, sweep.objective, curves))

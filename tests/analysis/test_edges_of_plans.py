@@ -402,3 +402,5 @@ def test_on_spot_nodes_a_time_limit_is_named_where_it_is_at_fault(script: dict[s
         make_plan(spec, cluster(train_minutes=3, pricing=spot), CORNERS)
     enough = int(re.findall(r"from 3 to (\d+)", str(raised.value))[0])
     assert make_plan(spec, cluster(train_minutes=enough, pricing=spot), CORNERS).chosen.feasible
+    with pytest.raises(InfeasibleError, match=f"{limit} .*; preemptions leave no time either: use fewer nodes, or"):
+        make_plan(spec, cluster(train_minutes=3, pricing=spot | {"preemption_hours": 1e-4}), CORNERS)
