@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.run_factory import candidate, make_run, plan
+from tula_hpc.analysis.plan import main as plan_command
 from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep
 from tula_hpc.errors import StageError
 from tula_hpc.failure_kinds import Failure
@@ -112,6 +114,16 @@ def test_a_plan_is_kept_once_training_began(run: RunDirectory) -> None:
     time.sleep(0.01)
     append_record(run.profile / "train-main.jsonl", oom(64))
     assert plan_stage(sweep) == PLAN
+
+
+def test_an_objective_that_was_written_into_the_plan_stays_when_more_is_measured(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", stage="plan")
+    assert plan_command([str(run.root), "--objective", "cost", "--write"]) == 0
+    # as a failed configuration that the next command tries once more is measured after the plan
+    os.utime(run.plan_file, (1, 1))
+    made = plan_stage(Sweep(load_frozen_sweep(run.sweep_file), load_cluster(run.cluster_file), run))
+    assert (made.objective, made.other_objective) == ("cost", ['objective.kind = "cost"'])
+    assert run.read_plan() == made
 
 
 def test_a_training_that_left_nothing_does_not_count(run: RunDirectory) -> None:

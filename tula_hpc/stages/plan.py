@@ -30,9 +30,10 @@ def plan_stage(sweep: Sweep) -> Plan:
     measured = sweep.run.measurements()
     refuse_lost_measurements(sweep.run, measured.records)
     refuse_several(sweep.run, measured.records)
+    spec, differs = _written_objective(sweep)
     try:
         with recording_failure(sweep.run, "plan"):
-            plan = make_plan(sweep.spec, sweep.cluster, measured.records, measured.skipped)
+            plan = make_plan(spec, sweep.cluster, measured.records, measured.skipped)
     except ConstraintsError as error:
         again = command_line("plan", str(sweep.run.root), "--set", "objective.KEY=VALUE", "--write")
         raise ConstraintsError(
@@ -40,8 +41,27 @@ def plan_stage(sweep: Sweep) -> Plan:
         ) from None
     if is_plan_lost(sweep.run):
         plan = _as_begun(plan, sweep.run)
+    plan = plan.model_copy(update={"other_objective": differs})
     write_plan(sweep.run.plan_file, plan)
     return plan
+
+
+def _written_objective(sweep: Sweep) -> tuple[SweepSpec, list[str]]:
+    """Return the sweep with the objective that `tula plan --write` gave its plan, and what differs.
+
+    Measurements after that, as of a configuration that failed before, are no reason to give it up.
+    """
+    from tula_hpc.analysis.planning.objective import objective_of
+
+    spec = sweep.spec
+    try:
+        plan = sweep.run.read_plan()
+    except RunDirectoryError:
+        return spec, []
+    if not plan.other_objective:
+        return spec, []
+    objective = objective_of(plan, spec.objective)
+    return spec.model_copy(update={"objective": objective}), plan.other_objective
 
 
 def _as_begun(plan: Plan, run: RunDirectory) -> Plan:
