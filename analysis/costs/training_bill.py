@@ -87,6 +87,8 @@ class TrainingBill(NamedTuple):
     runs: int
     # runs that were killed without a note; their time is missing in all numbers here
     unknown_runs: int
+    # actual
+    node_seconds: float
 
     def parts_off(self) -> list[TimePart]:
         """Return the parts outside their intervals that matter to the whole, the largest first."""
@@ -140,6 +142,7 @@ def training_bill(
         source=used.source,
         runs=used.runs,
         unknown_runs=used.unknown_runs,
+        node_seconds=used.node_seconds,
     )
 
 

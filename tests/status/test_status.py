@@ -1371,9 +1371,30 @@ def test_a_controller_costs_what_its_one_core_does_and_no_whole_node(
     assert control.cost == pytest.approx(price)
 
 
-def test_the_age_of_a_copy_costs_nothing(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
+def run_on_this_machine(root: Path) -> RunDirectory:
+    run = make_run(root)
     write_atomically(run.cluster_file, CLUSTER_TOML.replace('"slurm"', '"local"'))
+    return run
+
+
+def test_a_training_on_this_machine_has_one_cost_whenever_its_end_is_noticed(tmp_path: Path) -> None:
+    run = run_on_this_machine(tmp_path / "run")
+    common = {"stage": "train", "job_id": "7", "data": {"label": "main"}}
+    begun = time.time() - 86_400.0
+    events = [Event(time=begun, event="submitted", **common), Event(time=begun + 1800, event="finished", **common)]
+    write_events(run, [*events, Event(time=begun + 80_000, event="ended", **common)])
+    shown = status.status_of(run.root)
+    assert shown.promise is not None
+    assert shown.cost.train is not None
+    assert shown.cost.train.source == shown.promise.told_by == "notes"
+    nodes = run.read_plan().chosen.nodes
+    assert train_hours(run) == pytest.approx(nodes * shown.promise.actual_s / 3600)
+
+
+def test_the_age_of_a_copy_costs_nothing(tmp_path: Path) -> None:
+    run = run_on_this_machine(tmp_path / "run")
+    # without it there is only an estimate
+    run.plan_file.unlink()
     day_s = 86_400.0
     begun = time.time() - 3 * day_s
     common = {"stage": "train", "job_id": "7"}

@@ -467,7 +467,7 @@ class RunHistory:
 
         Empty if accounting does not have all of its jobs, or if a run is not over.
         """
-        job_ids = {event.job_id for event in _named(self.of_training(label), "submitted")}
+        job_ids = self.jobs_of(label)
         mine = [account for account in accounts if account.job_id in job_ids]
         if {account.job_id for account in mine} != job_ids or not all(a.over for a in mine):
             return ()
@@ -479,6 +479,10 @@ class RunHistory:
         Events of an earlier training whose files were moved away are left out.
         """
         return self._by_label.get(label, [])
+
+    def jobs_of(self, label: str) -> set[str]:
+        """Return the ids of the jobs that were submitted for a training, see `of_training`."""
+        return {event.job_id for event in _named(self.of_training(label), "submitted")}
 
     def has_left_files(self, label: str) -> bool:
         """Tell whether a training has written a checkpoint or its result."""

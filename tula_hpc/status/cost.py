@@ -12,7 +12,8 @@ from typing import Literal, NamedTuple
 
 from tula_hpc.analysis.costs import slurm_billing as billing
 from tula_hpc.analysis.costs.pricing import train_cost_usd
-from tula_hpc.analysis.costs.training_bill import PromiseVerdict, training_bill
+from tula_hpc.analysis.costs.training_bill import PromiseVerdict, TrainingBill, training_bill
+from tula_hpc.analysis.costs.training_bill import Source as BillSource
 from tula_hpc.analysis.costs.usage import actual_use, job_runs, only_waiting_s
 from tula_hpc.config import ClusterSpec
 from tula_hpc.formatting import HOUR_S, format_money, format_number
@@ -142,8 +143,8 @@ class PromiseStatus(Record):
     told_by: str
 
 
-def promise_kept(facts: Facts) -> PromiseStatus | None:
-    """Return the comparison; None until the plan's training has ended, or if nothing is known."""
+def _bill(facts: Facts) -> TrainingBill | None:
+    """Return the bill of the plan's training; None until it has ended, or if nothing is known."""
     files = facts.trainings.get(MAIN_LABEL)
     if facts.plan is None or files is None or files.result is None:
         return None
@@ -151,7 +152,12 @@ def promise_kept(facts: Facts) -> PromiseStatus | None:
     ran_at = Configuration(result.nodes, result.workers_per_node, result.local_batch)
     promised = facts.plan.find(ran_at) or facts.plan.chosen
     accounts = facts.history.accounted(MAIN_LABEL, facts.run.accounts())
-    bill = training_bill(promised, result, facts.history.of_training(MAIN_LABEL), accounts)
+    return training_bill(promised, result, facts.history.of_training(MAIN_LABEL), accounts)
+
+
+def promise_kept(facts: Facts) -> PromiseStatus | None:
+    """Compare the plan's training with its plan; None where there is no bill of it."""
+    bill = _bill(facts)
     if bill is None or bill.whole.actual is None:
         return None
     return PromiseStatus(
@@ -247,11 +253,22 @@ def _profiling(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) ->
 
 
 def _training(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) -> _Use | None:
-    """Return the use by accounting if that has every job, else by what the training recorded."""
+    """Return the use by accounting if that has every job, else by bill, else an estimate."""
     by_accounting = _by_accounting(facts, jobs, "train", accounted)
     if by_accounting and _knows_all(jobs, "train", accounted):
         return by_accounting
-    return _estimated_training(facts, jobs) or by_accounting
+    return _by_bill(facts, jobs) or _estimated_training(facts, jobs) or by_accounting
+
+
+def _by_bill(facts: Facts, jobs: Sequence[JobStatus]) -> _Use | None:
+    """Return the use on the bill of the plan's training, if it has every run of every job."""
+    bill = _bill(facts)
+    billed = facts.history.jobs_of(MAIN_LABEL)
+    has_all = all(job.job_id in billed for job in of_stage(jobs, "train"))
+    if facts.plan is None or bill is None or bill.unknown_runs or not has_all:
+        return None
+    source: Source = "sacct" if bill.source is BillSource.ACCOUNTING else "notes"
+    return _Use({facts.plan.chosen.partition: bill.node_seconds}, source)
 
 
 def _knows_all(jobs: Iterable[JobStatus], stage: str, accounted: Accounted) -> bool:

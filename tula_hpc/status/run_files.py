@@ -163,7 +163,7 @@ def _read(run: RunDirectory) -> Facts:
         measurements=measured.records,
         damaged_after=next(iter(measured.damage), "") if measured_at > logged_at else "",
         plan=_try(run.read_plan, doubts) if run.plan_file.exists() else None,
-        plan_at=run.plan_file.stat().st_mtime if run.plan_file.exists() else 0.0,
+        plan_at=_newest([run.plan_file]) or 0.0,
         trainings=trainings,
         holder=holder,
         has_report=report_at is not None,
