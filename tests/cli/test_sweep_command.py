@@ -87,6 +87,7 @@ def sweep_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["--cluster", "nowhere.toml"], "nowhere.toml: no such file"),
         (["--detach"], '--detach: needs a cluster with executor = "slurm"'),
         (["--take-over"], "--take-over: nothing is detached here"),
+        (["--take-over", "--dry-run"], "--take-over: cancels controller jobs, but --dry-run changes nothing"),
     ],
 )
 def test_a_mistake_is_one_line_exit_code_2_and_nothing_is_created(
@@ -1405,7 +1406,8 @@ def test_the_predicted_cost_has_the_same_digits_wherever_it_is_shown(tmp_path: P
     cost = Compared(8.123, (4.0, 12.0), 9.0)
     predicted = promised_amounts(cost, "USD")[0]
     assert predicted != format_money(cost.expected), "its interval allows fewer digits"
-    bill = TrainingBill(Compared(8.0, None, 8.0), {}, cost, "USD", Source.NOTES, runs=1, unknown_runs=0)
+    whole = Compared(8.0, None, 8.0)
+    bill = TrainingBill(whole, {}, cost, "USD", Source.NOTES, runs=1, unknown_runs=0, node_seconds=8.0)
     for text in (" ".join(bill_sentences(bill)), _cost(sweep, run.read_plan(), bill)):
         assert f"{predicted} was predicted" in text
 

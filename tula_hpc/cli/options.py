@@ -78,6 +78,11 @@ def load_inputs(options: argparse.Namespace) -> tuple[SweepSpec, ClusterSpec]:
         raise InputError(
             "describes a run, but --dry-run makes none; leave out one of them", source="--json"
         )
+    if options.take_over and options.dry_run:
+        raise InputError(
+            "cancels controller jobs, but --dry-run changes nothing; leave out one of them",
+            source="--take-over",
+        )
     from tula_hpc.config import exposure_warning, hidden_peers, load_together, loaders_without_cores
     from tula_hpc.launch.slurm import available
 
