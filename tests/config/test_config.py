@@ -213,6 +213,8 @@ def test_a_mistake_in_a_cluster_is_one_line(here: Path, text: str, message: str)
         (b"name = ", r"is not valid TOML: expected a number, true, false, a list or a text in quotes \(at "),
         (b'name = "a"\nname = "b"', "is not valid TOML: a key is given twice"),
         (b"[search]\nnest = true\n[search]\n", r"is not valid TOML: a table is given twice \(at line 3, column "),
+        (b"partitions = []\n[[partitions]]\n", r"is not valid TOML: a table is given twice \(at line 2, column "),
+        (b"[search]\nnest = true\n[[search.x]]\n[search.x]\n", r"is not valid TOML: a table is given twice \(at line 4, "),
         (b"a = 1, 2", r"is not valid TOML: expected nothing more on this line; a list is written \[1, 2\], a text in "),
         (b'a = "C:\\data"', "is not valid TOML: a . in a text is written twice, or the text in single quotes "),
         (b"#" * (MAX_FILE_BYTES + 1), "expected a TOML file under 1,000,000 bytes"),
@@ -221,7 +223,7 @@ def test_a_mistake_in_a_cluster_is_one_line(here: Path, text: str, message: str)
         (NAME.encode() + b"[workload]\nepochs = " + b"9" * 5000, r"is not valid TOML: [^;]*5000 digits$"),
         (NAME.encode() + b"[workload]\nepochs = 0x" + b"f" * 5000, "holds a value outside all bounds: Exceeds[^;]*$"),
     ],
-    ids=range(13),
+    ids=range(15),
 )  # fmt: skip
 def test_a_file_that_is_no_sweep_is_one_line(here: Path, content: bytes, message: str) -> None:
     line = complaint(load_sweep, content)

@@ -56,6 +56,8 @@ TOMLLIB_WORDS = {
     "Unescaped '\\' in a string": r"a \ in a text is written twice, or the text in single quotes",
     "Unclosed array": "a list lacks a comma, or its last ]",
 }
+# the same key as two tables, or as a value, such as `partitions = []`, and a table
+GIVEN_TWICE = r"Cannot (declare|(mutate immutable|redefine) namespace) \(.*\)( twice)?(?= \(at )"
 # bounded, because tomllib's time grows with the square of the number of parts of a dotted key
 MOST_KEY_PARTS = 100
 
@@ -85,7 +87,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise InputError(message, source=path) from None
     except (ValueError, RecursionError) as error:
         # TOMLDecodeError is a ValueError; a number of 5000 digits also raises one
-        text = re.sub(r"Cannot declare \(.*\) twice", "a table is given twice", _one_line(error))
+        text = re.sub(GIVEN_TWICE, "a table is given twice", _one_line(error))
         for words, meaning in TOMLLIB_WORDS.items():
             text = text.replace(words, meaning)
         if path.suffix == ".py":
