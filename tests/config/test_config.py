@@ -214,7 +214,7 @@ def test_a_mistake_in_a_cluster_is_one_line(here: Path, text: str, message: str)
         (b'name = "a"\nname = "b"', "is not valid TOML: a key is given twice"),
         (b"[search]\nnest = true\n[search]\n", r"is not valid TOML: a table is given twice \(at line 3, column "),
         (b"partitions = []\n[[partitions]]\n", r"is not valid TOML: a table is given twice \(at line 2, column "),
-        (b"[search]\nnest = true\n[[search.x]]\n[search.x]\n", r"is not valid TOML: a table is given twice \(at line 4, "),
+        (b"[[a.x]]\n[a.x]\n", r"is not valid TOML: a table is given twice \(at line 2, column "),
         (b"a = 1, 2", r"is not valid TOML: expected nothing more on this line; a list is written \[1, 2\], a text in "),
         (b'a = "C:\\data"', "is not valid TOML: a . in a text is written twice, or the text in single quotes "),
         (b"#" * (MAX_FILE_BYTES + 1), "expected a TOML file under 1,000,000 bytes"),
@@ -510,6 +510,33 @@ def test_overrides_of_both_files_are_distinguished_and_reach_the_default_cluster
     assert (sweep.workload.lr, cluster.max_nodes, cluster.pricing.basis) == (0.5, 4, "spot")
     with pytest.raises(InputError, match=r"^--set: max_node: unknown key"):
         load_together(Path("in.toml"), None, ["cluster.max_node=4"])
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ('dataset = "cifar10"\ndata_dir = "theirs"', r'data_dir: ".*/theirs" is not open to you; ask its owner'),
+        (
+            'script = "theirs/t.py"\narguments = ["{local_batch}"]\nsamples = 9\nepochs = 1',
+            'script: ".*/theirs/t.py" cannot be read: Permission denied',
+        ),
+    ],
+)
+def test_a_folder_without_the_right_to_enter_it_is_a_mistake_in_its_key(
+    here: Path, monkeypatch: pytest.MonkeyPatch, table: str, message: str
+) -> None:
+    stat = Path.stat
+
+    def refused(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        if path.parent.name == "theirs":
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, follow_symlinks=follow_symlinks)
+
+    Path("theirs").mkdir()
+    # root may enter any folder
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(Path, "stat", refused)
+    assert re.match(rf"in\.toml: workload\.{message}", complaint(load_sweep, f"{NAME}[workload]\n{table}"))
 
 
 def test_windows_files_are_read(here: Path) -> None:

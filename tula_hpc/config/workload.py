@@ -395,11 +395,12 @@ def find_script(named: Path, sweep_folder: Path | None) -> Path:
         ValueError: The path begins with the home folder of an unknown user.
     """
     here = _from_home(named, "file")
-    if sweep_folder is None or here.exists():
+    # unlike `Path.exists`, os.access does not raise where it may not look
+    if sweep_folder is None or os.access(here, os.F_OK):
         return here
     # normalized, so that ../ does not give one script two paths
     there = Path(os.path.normpath(Path(sweep_folder).absolute() / named))
-    return there if there.exists() else here
+    return there if os.access(there, os.F_OK) else here
 
 
 def _from_home(path: Path, what: str) -> Path:
@@ -492,3 +493,5 @@ def _check_data_dir(dataset: str, data_dir: Path | None) -> None:
         if not data_dir.exists():
             where = f"no such folder: {shown_path}; check the path"
         raise ValueError(f"data_dir: {where}")
+    if dataset in DATASETS and not os.access(data_dir, os.X_OK):
+        raise ValueError(f"data_dir: {shown_path} is not open to you; ask its owner for the right")
