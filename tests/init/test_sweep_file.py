@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -766,6 +767,36 @@ def test_examples_are_written_and_hold_the_demo(tmp_path: Path, capsys: pytest.C
         assert main(["--examples", str(tmp_path / "others"), *other]) == 2
         assert "--examples: cannot be combined with other arguments" in capsys.readouterr().err
         assert not (tmp_path / "others").exists()
+
+
+def test_examples_that_do_not_fit_on_the_disk_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def without_space(_: Path, folder: Path, **__: object) -> None:
+        folder.mkdir()
+        raise shutil.Error([("a.toml", "b.toml", "[Errno 28] No space left on device: 'b.toml'")])
+
+    monkeypatch.setattr(shutil, "copytree", without_space)
+    target = tmp_path / "examples"
+    assert main(["--examples", str(target)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"{target}: cannot be written: [Errno 28] No space left on device: ")
+    assert len(error.splitlines()) == 2
+    assert not target.exists()
+
+
+def test_a_notebook_is_no_script_and_a_folder_is_never_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("notes.ipynb").write_text('{"cells": []}')
+    assert main(["--script", "notes.ipynb"]) == 2
+    assert capsys.readouterr().err.startswith("notes.ipynb: is a notebook; expected a training script in Python")
+    Path("train.py").write_text(ARGPARSE)
+    Path("train.toml").mkdir()
+    assert main(["--script", "train.py", "--force"]) == 2
+    assert capsys.readouterr().err == "train.toml: is a folder; move it away\n"
+    assert not Path("cluster.toml").exists()
 
 
 def test_a_partition_that_no_file_is_written_for_is_refused(

@@ -26,8 +26,8 @@ import sys
 from pathlib import Path
 
 from tula_hpc.command_errors import CommandParser, command
-from tula_hpc.errors import InputError
-from tula_hpc.files import write_out
+from tula_hpc.errors import InputError, StorageError
+from tula_hpc.files import full_disk, write_out
 from tula_hpc.formatting import command_line
 
 # links to the folders sweeps/ and slurm_templates/; an installed package has copies of them
@@ -88,7 +88,13 @@ def _write_examples(folder: Path) -> int:
     if folder.exists():
         raise InputError("exists already; name a new folder", source=folder)
     ignored = shutil.ignore_patterns("__pycache__", "study_*")
-    shutil.copytree(EXAMPLES, folder, symlinks=False, ignore=ignored)
+    try:
+        shutil.copytree(EXAMPLES, folder, symlinks=False, ignore=ignored)
+    except shutil.Error as error:
+        # it lists every file; what is there would have the same command refused
+        words = full_disk(folder) or f"{folder}: cannot be written: {error.args[0][0][2]}"
+        shutil.rmtree(folder, ignore_errors=True)
+        raise StorageError(words) from None
     first = command_line("sweep", str(folder / "sweeps" / "quickstart.toml"))
     write_out(f"{folder}: sweep files, cluster files, and what every key means\nNext: {first}\n")
     return 0

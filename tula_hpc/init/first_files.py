@@ -76,6 +76,9 @@ def _read_script(options: argparse.Namespace) -> Script:
     elif path.suffix == ".toml":
         # TOML is often valid Python, and the sweep file would get the same name
         mistake = "is a sweep or cluster file"
+    elif path.suffix == ".ipynb":
+        # its JSON is valid Python, too
+        mistake = "is a notebook"
     if mistake is not None:
         message = f"{mistake}; expected a training script in Python, by its path from {Path.cwd()}"
         raise InputError(message, source=path)
@@ -97,6 +100,8 @@ def _read_script(options: argparse.Namespace) -> Script:
 
 
 def _refuse_existing(target: Path, remedy: str, *, force: bool) -> None:
+    if target.is_dir():
+        raise InputError(f"is a folder; {remedy}", source=target)
     if target.exists() and not force:
         words = f"exists already; {remedy}, or add --force, which replaces it"
         raise InputError(words, source=target)
