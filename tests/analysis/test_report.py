@@ -203,7 +203,7 @@ def test_many_warnings_do_not_push_what_decides_off_its_two_pages(tmp_path: Path
     write_plan(run, run.read_plan().model_copy(update={"warnings": doubts}))
     deciding, _, studying = write_report(run)[0].read_text().partition('<h2 class="line"')
     assert deciding.count("Doubt ") == MOST_WARNINGS
-    assert "Good to know</h3>" in deciding
+    assert "Good to know</h2>" in deciding
     assert f">{30 - MOST_WARNINGS} more</a>" in deciding
     assert studying.count("Doubt ") == 30 - MOST_WARNINGS
     (height,) = re.findall(rb"/MediaBox \[ 0 0 [\d.]+ ([\d.]+) \]", (run.report / "report.pdf").read_bytes())
@@ -259,6 +259,10 @@ def test_the_page_is_well_formed_and_self_contained(finished: Written) -> None:
     assert named == ["figcaption"] * len(FIGURES)
     assert page.tags.count("figcaption") == len(FIGURES)
     assert "script" not in page.tags
+    # no level of headings is left out
+    levels = [int(tag[1]) for tag in page.tags if tag in ("h1", "h2", "h3")]
+    assert levels[0] == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
 
 
 @pytest.mark.processes
