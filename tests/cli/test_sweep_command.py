@@ -1343,6 +1343,10 @@ def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(
         )
     priceless = sweep._replace(cluster=load_cluster(run.cluster_file, ["pricing={}"]))
     _say_what_it_takes(priceless, plan.model_copy(update={**changed, "profile_share": 0.2}))
+    assert "more than this training (1)\n" in capsys.readouterr().out
+    adaptive = load_sweep(run.sweep_file, ["search.mode=adaptive"], check_paths=False)
+    priceless = priceless._replace(spec=adaptive)
+    _say_what_it_takes(priceless, plan.model_copy(update={**changed, "profile_share": 0.2}))
     output = capsys.readouterr().out
     assert (
         "was not measured, as its profile would cost 20 % of the training's node-seconds. "

@@ -370,9 +370,11 @@ def _say_what_it_takes(sweep: Sweep, plan: Plan) -> None:
     spent = sum(run.node_seconds for run in runs)
     takes = chosen.nodes * chosen.wall_time_s
     if spent > takes:
+        # the other modes refuse this key
+        limit = "; search.max_profiles limits it" if sweep.spec.search.mode == "adaptive" else ""
         print(
             f"planned: profiling took {format_number(spent, 3)} node-seconds, more than this "
-            f"training ({format_number(takes, 3)}); search.max_profiles limits it"
+            f"training ({format_number(takes, 3)}){limit}"
         )
     for other in alternatives(plan):
         take = ""
