@@ -12,21 +12,22 @@ import tomli_w
 from tula_hpc.config import StudyCell, SweepSpec
 from tula_hpc.records import EpochMetrics, RunDirectory, StepMetrics, TrainResult, write_atomically
 
+STUDY: dict[str, object] = {
+    "methods": ["lbt", "lrs", "lars", "ags"],
+    "batches": [256, 512, 1024],
+    "seeds": [0, 1, 2],
+    "small_batch": 128,
+    "variants": {
+        "ags-d0.1": {"training": {"method": "ags", "delta": 0.1}},
+        "ags-d2": {"training": {"method": "ags", "delta": 2.0}},
+    },
+}
 SWEEP: dict[str, object] = {
     "name": "made-up",
     "workload": {"dataset": "digits", "epochs": 20},
     # δ has an effect only with this gate
     "training": {"gate": "paper"},
-    "study": {
-        "methods": ["lbt", "lrs", "lars", "ags"],
-        "batches": [256, 512, 1024],
-        "seeds": [0, 1, 2],
-        "small_batch": 128,
-        "variants": {
-            "ags-d0.1": {"training": {"method": "ags", "delta": 0.1}},
-            "ags-d2": {"training": {"method": "ags", "delta": 2.0}},
-        },
-    },
+    "study": STUDY,
 }
 LOSS_PER_DOUBLING = {"lbt": 0.05, "lrs": 0.03, "lars": 0.08, "ags": 0.015, "ags-d0.1": 0.035, "ags-d2": 0.02}
 

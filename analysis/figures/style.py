@@ -282,8 +282,9 @@ _FINE_DURATIONS = (
     *_multiples(HOUR_S, (1, 1.5, 2, 3, 4, 6, 9, 12, 18)),
     *_multiples(DAY_S, _decades(0, 3, _FINE)),
 )
-# fewest ticks of a logarithmic axis
+# fewest and most ticks of a logarithmic axis
 _FEWEST = 3
+_MOST = 8
 
 
 def even_ticks(axis: Axis, most: int, *, longest_s: float | None = None) -> None:
@@ -377,7 +378,10 @@ def _round_ticks(axis: Axis, limits: tuple[float, float], *, durations: bool = F
     for each in ticks:
         if len(within) < _FEWEST:
             within = [tick for tick in each if limits[0] <= tick <= limits[1]]
-    axis.set_major_locator(ticker.FixedLocator(within[:: math.ceil(len(within) / 8)]))
+    if len(within) > _MOST and not durations:
+        # every second one of 1, 2, 5 and 10 would be at uneven distances
+        within = [tick for tick in _decades(first, last, (1,)) if tick in within]
+    axis.set_major_locator(ticker.FixedLocator(within[:: math.ceil(len(within) / _MOST)]))
     axis.set_minor_locator(ticker.NullLocator())
 
 

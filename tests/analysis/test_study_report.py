@@ -16,7 +16,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.transforms import Bbox
 
 from tests.run_factory import pages_alone
-from tests.study_factory import SWEEP, accuracy, make_study
+from tests.study_factory import STUDY, SWEEP, accuracy, make_study
 from tula_hpc.analysis.figures.drawing import Drawing, Missing
 from tula_hpc.analysis.figures.study.accuracy import (
     column_keys,
@@ -158,6 +158,20 @@ def test_captions_name_the_small_batch_only_where_it_is_drawn(tmp_path: Path) ->
             drawing = draw(contents, table)
             assert isinstance(drawing, Drawing)
             assert ("plain training with the small batch" in drawing.caption) == bool(small)
+
+
+@pytest.mark.parametrize("seeds", [[0], [0, 1, 2]])
+def test_captions_name_deviations_and_hollow_marks_only_where_they_are_drawn(tmp_path: Path, seeds: list[int]) -> None:
+    contents = read_study(make_study(tmp_path, {**SWEEP, "study": {**STUDY, "seeds": seeds}}))
+    table = make_table(contents.study, contents.outcomes)
+    captions = []
+    for draw in (draw_study_accuracy, draw_study_delta):
+        drawing = draw(contents, table)
+        assert isinstance(drawing, Drawing)
+        captions.append(drawing.caption)
+        assert ("standard deviation" in drawing.caption) == (len(seeds) > 1)
+    # seed 2 of lrs diverges
+    assert ("Hollow" in captions[0]) == (len(seeds) > 1)
 
 
 def test_the_small_batch_among_the_batches_is_not_compared_with_itself(tmp_path: Path) -> None:

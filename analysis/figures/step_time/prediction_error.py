@@ -17,9 +17,10 @@ from tula_hpc.formatting import format_percent
 from tula_hpc.records import Configuration, Plan
 
 MARKS = (
-    "One marker per profiled configuration, from the smallest batch (left) to the largest within "
-    "each number of nodes; the bar is the median, the box holds the middle half. The model was "
-    "fitted to the filled markers"
+    " One marker per profiled configuration, from the smallest batch (left) to the largest within "
+    "each number of nodes; the bar is their median and, around four or more, a box holds the "
+    "middle half. The model was fitted to the filled markers, so that their errors are those of "
+    "the fit and not of predictions."
 )
 
 
@@ -56,15 +57,12 @@ def draw_prediction_error(run: RunContents) -> Drawing | Missing:
         _draw_errors(axes, steps, trainings, run.cluster_sizes)
     caption = (
         "Predicted over measured time of a step, minus one: above zero the model is too slow, "
-        f"below too fast. {MARKS}, so that their errors are those of the fit and not of "
-        "predictions."
+        f"below too fast.{_describe_marks(steps)}"
     )
-    if not all(error.fitted for error in steps):
-        caption += " Hollow markers above a number of nodes were measured after the plan."
     if trainings:
         caption += (
             " The star compares an epoch of the real training, which the model has not seen, with "
-            "its prediction."
+            "its prediction; texts and tables give it as a share of the predicted time."
         )
     table = _error_table([*steps, *trainings])
     return Drawing("prediction_error", title, caption, figure, table)
@@ -89,10 +87,18 @@ def draw_memory_error(run: RunContents) -> Drawing | Missing:
         axes.set_ylabel("error of the model's memory")
     caption = (
         "Predicted over measured peak memory of a worker, minus one: above zero the model expects "
-        f"more than is used, which wastes memory but stops no training; below zero less. {MARKS}."
+        "more than is used, which wastes memory but stops no training; below zero less."
+        f"{_describe_marks(errors)}"
     )
     table = _error_table(errors, "memory", "bytes")
     return Drawing("memory_error", title, caption, figure, table)
+
+
+def _describe_marks(errors: Sequence[Error]) -> str:
+    if not errors:
+        return ""
+    hollow = " Hollow markers were measured after the plan."
+    return MARKS if all(error.fitted for error in errors) else MARKS + hollow
 
 
 def _memory_errors(plan: Plan, run: RunContents) -> Iterable[Error]:

@@ -56,7 +56,7 @@ def draw_study_accuracy(contents: StudyContents, table: StudyTable) -> Drawing |
     title = _accuracy_title(table)
     with style.new_figure(title, 3.9) as (figure, (axes,)):
         right = 0.06 + 0.0145 * max(map(len, names)) if at_ends else 0.05
-        style.batch_axis(axes, table.batches, "global batch B", right=right)
+        style.batch_axis(axes, table.batches, style.BATCH_LABEL, right=right)
         accuracy_axis(axes, shown)
         ends = [_draw_line(axes, entries, table.columns) for entries in lines.values()]
         across = None
@@ -69,10 +69,17 @@ def draw_study_accuracy(contents: StudyContents, table: StudyTable) -> Drawing |
     dashed = ""
     if across is not None:
         dashed = " The dashed line is plain training with the small batch."
+    of_seeds = ", of one seed"
+    if table.has_deviations:
+        of_seeds = (
+            "; the mean over the seeds, in a band (or bar) of one standard deviation to each side"
+        )
+    hollow = ""
+    if any(entry.diverged for entry in chain.from_iterable(lines.values())):
+        hollow = " Hollow marks: some of the runs diverged and are not in the mean."
     caption = (
-        "Test accuracy at the end of training against the global batch; the mean over the seeds, "
-        f"in a band (or bar) of one standard deviation to each side.{dashed} All have the same "
-        "number of epochs. Hollow marks: some of the runs diverged and are not in the mean."
+        f"Test accuracy at the end of training against the global batch{of_seeds}.{dashed} All "
+        f"have the same number of epochs.{hollow}"
     )
     return Drawing("study_accuracy", title, caption, figure, _accuracy_table(shown))
 
@@ -293,10 +300,12 @@ def draw_study_delta(contents: StudyContents, table: StudyTable) -> Drawing | Mi
             labels.label_ends(axes, ends)
         else:
             style.legend(axes, list(dict.fromkeys(end.key for end in ends)), left=-0.02)
+    bars = ""
+    if table.has_deviations:
+        bars = " Bars: one standard deviation over the seeds to each side."
     caption = (
         "Test accuracy at the end of training against the threshold δ; gradients are scaled while "
-        "Δ(G) is below δ. The columns shown differ in nothing else. Bars: one standard deviation "
-        "over the seeds to each side."
+        f"Δ(G) is below δ. The columns shown differ in nothing else.{bars}"
     )
     return Drawing("study_delta", title, caption, figure, _delta_table(points))
 

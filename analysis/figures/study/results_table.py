@@ -156,7 +156,7 @@ def _line_heights(lines: int) -> tuple[float, float, float]:
 def _achieved(entry: Entry) -> list[str]:
     parts = []
     if entry.train:
-        parts.append(f"train {100 * entry.train.mean:.1f}")
+        parts.append(f"train {100 * entry.train.mean:.1f} %")
     if entry.recovered is not None and _is_recovered(entry):
         parts.append(f"{study_results.signed(entry.recovered)} back")
     return parts

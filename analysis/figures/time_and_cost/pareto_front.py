@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 
 from tula_hpc.analysis.figures import labels, style
 from tula_hpc.analysis.figures.drawing import Cell, Drawing, Missing, Table, configuration_cells
+from tula_hpc.analysis.figures.time_and_cost.over_batch import MOST_KEYS
 from tula_hpc.analysis.run_contents import RunContents
 from tula_hpc.formatting import format_duration, format_money, format_percent, plural
 from tula_hpc.records import Candidate, Plan
@@ -97,7 +98,7 @@ def _front_keys(run: RunContents, plan: Plan, drawn: list[Candidate]) -> list[st
         if nodes in shown:
             look = style.size_style(run.cluster_sizes, nodes)
             keys.append(look._replace(marker="o") if names else look)
-    if len(keys) > 8:
+    if len(keys) > MOST_KEYS:
         keys = []
     keys += [style.Key(name, style.partition_marker(index)) for index, name in enumerate(names)]
     if any(not item.feasible for item in drawn):

@@ -563,6 +563,15 @@ def test_amounts_of_any_size_have_ticks(least: float) -> None:
         assert 3 <= len(axes.get_yticks()) <= 8
 
 
+@pytest.mark.parametrize(
+    ("largest", "ticks"), [(9.0, [0.01, 0.1, 1.0, 10.0]), (0.3, [0.005, 0.01, 0.02, 0.05, 0.1, 0.2])]
+)
+def test_ticks_of_many_decades_are_powers_of_ten(largest: float, ticks: list[float]) -> None:
+    with new_figure("changes", 3.4) as (_, (axes,)):
+        value_axis(axes, [0.005, largest], label="change")
+        assert list(axes.get_yticks()) == pytest.approx(ticks)
+
+
 @pytest.mark.parametrize("ratio", [3.0, 5.0, 12.0])
 @pytest.mark.parametrize("least_s", [0.0141, 2.6, 37.0, 700.0, 3100.0, 9000.0, 70_000.0, 900_000.0])
 def test_ticks_of_durations_are_round(least_s: float, ratio: float) -> None:
@@ -638,6 +647,16 @@ def test_measurements_in_other_forward_passes_are_not_shown_beside_predictions(r
         for each in (run, changed)
     )
     assert len(after) == len(before) - 1
+
+
+def test_markers_are_explained_where_there_are_some(run: RunContents) -> None:
+    assert run.plan is not None
+    later = run.plan.candidates[0].model_copy(update={"measured": False})
+    after = run._replace(plan=run.plan.model_copy(update={"candidates": [later, *run.plan.candidates[1:]]}))
+    for name in ("prediction_error", "memory_error"):
+        assert "Hollow markers were measured after the plan" in drawn(after, name).caption
+        assert "Hollow" not in drawn(run, name).caption
+    assert "marker" not in drawn(run._replace(measurements=[]), "prediction_error").caption
 
 
 def test_a_training_that_changed_its_batch_is_not_compared(tmp_path: Path) -> None:
@@ -963,6 +982,12 @@ def test_cluster_sizes_are_named_in_a_legend_where_there_are_too_many_for_line_e
     names = {f"N = {nodes}" for nodes in sizes}
     at_lines, in_legend = (names & {text.get_text() for text in texts} for texts in (axes.texts, legend.get_texts()))
     assert (at_lines, in_legend) == ((names, set()) if count <= 14 else (set(), names))
+
+
+def test_the_front_names_the_colours_of_many_cluster_sizes(tmp_path: Path) -> None:
+    files = make_run(tmp_path / "run", stage="profile")
+    write_plan(files, plan([candidate(Configuration(nodes, 1, 32)) for nodes in range(1, 17)]))
+    assert {f"N = {nodes}" for nodes in range(1, 17)} <= set(keys_of(drawn(read_run(files), "pareto")))
 
 
 def test_intervals_of_multiples_follow_one_another() -> None:

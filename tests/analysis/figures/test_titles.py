@@ -95,7 +95,7 @@ def test_measurements_after_the_plan_are_distinguished_from_those_that_it_was_fi
     assert later.startswith("measurements after the plan were predicted ")
     assert float(later.split()[-4]) > 20
     assert later.endswith(" % off (median)")
-    assert "Hollow markers above a number of nodes were measured after the plan" in result.caption
+    assert "Hollow markers were measured after the plan" in result.caption
     place = result.table.columns.index("fitted")
     shown = [row[place] for row in result.table.rows if row[0] == "profiled_step"]
     assert shown.count(False) == sum(BY_TIME[item.configuration] for item in run.ok)
