@@ -24,7 +24,6 @@ from tula_hpc.analysis.models.regression import Array
 from tula_hpc.analysis.models.step_time import StepTimeModel
 from tula_hpc.analysis.planning.memory_limit import allowed_bytes, memory_limit_bytes, on_top_bytes
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, cluster_sizes, local_batches
-from tula_hpc.config.training import PASS_SHARE
 from tula_hpc.formatting import FOREVER_S
 from tula_hpc.records import steps_of_epoch
 
@@ -323,24 +322,17 @@ def _may_lack_memory(part: Partition, grid: Grid, allowed: Array) -> NDArray[np.
 
 
 def _updates_per_epoch(part: Partition, grid: Grid, sweep: SweepSpec) -> Array:
-    """Return the updates of the gradient scale in an epoch; see `methods.pass_interval`."""
+    """Return the updates of the gradient scale in an epoch that need an extra pass."""
     training = sweep.training
     samples = part.summary.dataset_samples
     if not training.free_reference:
         steps, rows = np.unique(samples // grid.global_batch, return_inverse=True)
         return np.array([sweep.updates_per_epoch(int(count)) for count in steps])[rows]
     alone = grid.nodes * grid.workers_per_node == 1
-    batches, rows = np.unique(grid.global_batch[alone], return_inverse=True)
-    steps = samples // batches
-    epochs = training.ags.update_interval_epochs
-    if epochs:
-        interval = np.maximum(1, np.round(epochs * steps))
-    else:
-        reference = [max(2, training.reference_batch(int(batch))) for batch in batches]
-        wanted = np.array(reference, dtype=np.float64)
-        interval = np.ceil(np.minimum(wanted, batches) / (PASS_SHARE * batches))
+    batches, rows = np.unique(grid.local_batch[alone], return_inverse=True)
+    of_batch = [samples // b / training.pass_interval(b, 1, samples) for b in batches.tolist()]
     updates = np.zeros(grid.global_batch.shape)
-    updates[alone] = (steps / interval)[rows]
+    updates[alone] = np.array(of_batch)[rows]
     return updates
 
 

@@ -24,7 +24,6 @@ from tests.data.spoiled import spoil_item
 from tests.planning_data import memory
 from tests.test_memory_errors import SHARED_GPU
 from tula_hpc.config import ClusterSpec, SweepSpec, TrainingSpec, WorkloadSpec
-from tula_hpc.ddp.methods import reference_share
 from tula_hpc.ddp.process_group import (
     Allocation,
     check_kernels,
@@ -392,7 +391,7 @@ def noted_gradients(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @given(st.integers(1, 4096), st.sampled_from([1, 2, 4, 16, 64]), st.sampled_from([1, 8, 32, 512]))
 def test_every_worker_gives_a_share_that_batchnorm_can_train_on(small: int, nodes: int, local_batch: int) -> None:
-    share = reference_share(TrainingSpec(small_batch=small), Configuration(nodes, 1, local_batch))
+    share = TrainingSpec(small_batch=small).reference_share(local_batch, nodes)
     assert 1 <= share <= local_batch
     assert share >= min(2, local_batch)
     assert share * nodes <= max(small, 2 * nodes)

@@ -241,6 +241,24 @@ class TrainingSpec(Spec):
             return self.base_batch
         return self.ags.small_batch or following_batch(self.base_batch, global_batch)
 
+    def reference_share(self, local_batch: int, workers: int) -> int:
+        """Return the samples of the reference batch on each worker; BatchNorm needs at least 2."""
+        wanted = max(2, self.reference_batch(local_batch * workers) // workers)
+        return min(wanted, local_batch)
+
+    def pass_interval(self, local_batch: int, workers: int, samples: int) -> int:
+        """Return the number of steps from one reference pass to the next.
+
+        Forms that expect norms at every step without a pass have an interval of 0 epochs. A single
+        worker with BatchNorm has no such norms, so its passes take `PASS_SHARE` of the samples.
+        """
+        batch = local_batch * workers
+        epochs = self.ags.update_interval_epochs
+        if epochs == 0:
+            taken = self.reference_share(local_batch, workers) * workers
+            return math.ceil(taken / (PASS_SHARE * batch))
+        return max(1, round(epochs * max(1, samples // batch)))
+
     @property
     def has_trust_ratios(self) -> bool:
         """True if the base optimizer is LARS or LAMB."""

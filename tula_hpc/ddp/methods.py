@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tula_hpc.config import SweepSpec, TrainingSpec, WorkloadSpec
-from tula_hpc.config.training import PASS_SHARE, LrScaling, following_shrink
+from tula_hpc.config.training import LrScaling, following_shrink
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.optim.observer import GradientObserver, StepObserver
 from tula_hpc.optim.optimizer import Apply, StaticScaleObserver
@@ -95,14 +95,6 @@ def synchronous_epochs(epochs: int) -> int:
     return min(SYNCHRONOUS_EPOCHS, max(1, epochs // 5))
 
 
-def reference_share(training: TrainingSpec, configuration: Configuration) -> int:
-    """Return the samples of the reference batch on each worker; BatchNorm needs at least 2."""
-    wanted = max(
-        2, training.reference_batch(configuration.global_batch) // configuration.world_size
-    )
-    return min(wanted, configuration.local_batch)
-
-
 def scaling_options(sweep: SweepSpec, configuration: Configuration, samples: int) -> dict[str, Any]:
     """Return the method's options of `TulaOptimizer`; see `build_stepper`."""
     training = sweep.training
@@ -110,9 +102,10 @@ def scaling_options(sweep: SweepSpec, configuration: Configuration, samples: int
         return _adascale(training, configuration, samples)
     options = training.ags
     static = training.method == "static"
+    interval = training.pass_interval(configuration.local_batch, configuration.world_size, samples)
     return {
         **scaled_batches(training, configuration),
-        "update_interval": None if static else pass_interval(training, configuration, samples),
+        "update_interval": None if static else interval,
         "delta": options.delta,
         "granularity": options.granularity,
         "s_max": training.s_max,
@@ -148,9 +141,10 @@ def _adascale(training: TrainingSpec, configuration: Configuration, samples: int
     """
     batches = scaled_batches(training, configuration)
     ratio = batches["large_batch"] / batches["small_batch"]
+    interval = training.pass_interval(configuration.local_batch, configuration.world_size, samples)
     return {
         **batches,
-        "update_interval": pass_interval(training, configuration, samples),
+        "update_interval": interval,
         "granularity": "model",
         "exponent": 2.0,
         "gate": "none",
@@ -163,11 +157,12 @@ def _adascale(training: TrainingSpec, configuration: Configuration, samples: int
 def scaled_batches(training: TrainingSpec, configuration: Configuration) -> dict[str, int]:
     """Return b_small and b_large, as options of `TulaOptimizer`."""
     large = configuration.global_batch
-    if training.free_reference and configuration.world_size > 1:
+    workers = configuration.world_size
+    if training.free_reference and workers > 1:
         # computed from norms, so it need not be a whole number of samples per worker
         small = training.reference_batch(large)
     else:
-        small = _taken(training, configuration)
+        small = workers * training.reference_share(configuration.local_batch, workers)
     return {"small_batch": min(small, large), "large_batch": large}
 
 
@@ -212,24 +207,6 @@ def _shrink(
     epochs = sweep.workload.epochs
     updates = epochs * _steps_per_epoch(configuration, samples)
     return following_shrink(sweep.training.base_batch, configuration.global_batch, epochs, updates)
-
-
-def _taken(training: TrainingSpec, configuration: Configuration) -> int:
-    return reference_share(training, configuration) * configuration.world_size
-
-
-def pass_interval(training: TrainingSpec, configuration: Configuration, samples: int) -> int:
-    """Return the number of steps from one reference pass to the next.
-
-    Forms that expect norms at every step without a pass have an interval of 0 epochs. A single
-    worker with BatchNorm has no such norms, so its passes take `PASS_SHARE` of the samples.
-    """
-    epochs = training.ags.update_interval_epochs
-    if epochs == 0:
-        return math.ceil(
-            _taken(training, configuration) / (PASS_SHARE * configuration.global_batch)
-        )
-    return max(1, round(epochs * _steps_per_epoch(configuration, samples)))
 
 
 def _steps_per_epoch(configuration: Configuration, samples: int) -> int:

@@ -19,7 +19,7 @@ from tula_hpc.batches import Batch, map_tensors, samples_in, take
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.data.images import ImageDataset, prepared
 from tula_hpc.data.loader import StreamCopies, make_train_loader, one_ahead
-from tula_hpc.ddp.methods import ReferenceBatch, build_stepper, reference_share
+from tula_hpc.ddp.methods import ReferenceBatch, build_stepper
 from tula_hpc.ddp.norms_per_step import small_norms
 from tula_hpc.ddp.process_group import check_kernels, check_precision, choose_kernels, pick_device
 from tula_hpc.env import WorkerEnvironment
@@ -199,7 +199,8 @@ class Worker:
 
     def reference_gradient(self, inputs: Batch, targets: Batch) -> list[Tensor | None]:
         """Return the all-reduced gradient of a reference batch, a part of every worker's batch."""
-        part = reference_share(self.sweep.training, self.configuration)
+        workers = self.configuration.world_size
+        part = self.sweep.training.reference_share(self.configuration.local_batch, workers)
         inputs, targets = take((inputs, targets), 0, part)
         return self._gradient(reference_gradient, inputs, targets)
 

@@ -19,7 +19,6 @@ import torch
 
 from tula_hpc.batches import Batch, samples_in, take
 from tula_hpc.config import ClusterSpec, SweepSpec, batches_timed_apart
-from tula_hpc.ddp.methods import pass_interval
 from tula_hpc.ddp.stop_signals import Suspensions
 from tula_hpc.ddp.worker import Worker
 from tula_hpc.env import WorkerEnvironment, unix_time
@@ -152,10 +151,11 @@ def _free(cluster: ClusterSpec) -> None:
 
 
 def _updates_per_epoch(sweep: SweepSpec, worker: Worker) -> float:
-    steps = worker.samples // worker.configuration.global_batch
+    own = worker.configuration
+    steps = worker.samples // own.global_batch
     if worker.norms.are_given or not sweep.training.free_reference:
         return sweep.updates_per_epoch(steps)
-    return steps / pass_interval(sweep.training, worker.configuration, worker.samples)
+    return steps / sweep.training.pass_interval(own.local_batch, own.world_size, worker.samples)
 
 
 def _with_factors_at_once(sweep: SweepSpec) -> SweepSpec:
