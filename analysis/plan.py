@@ -66,7 +66,6 @@ def make_plan(
     *,
     metrics: Metrics | None = None,
     events: Sequence[Event] = (),
-    how_to_profile: str | None = None,
 ) -> Plan:
     """Fit the models, predict every candidate, choose by the objective.
 
@@ -82,14 +81,7 @@ def make_plan(
     from tula_hpc.analysis.planning.partitions import Trained, fit_parts
 
     fitted = fit_parts(sweep, cluster, measurements, Trained(metrics, events))
-    return _plan_of(
-        fitted,
-        sweep,
-        cluster,
-        measurements,
-        skipped_lines=skipped_lines,
-        how_to_profile=how_to_profile,
-    )
+    return _plan_of(fitted, sweep, cluster, measurements, skipped_lines=skipped_lines)
 
 
 def _plan_of(
@@ -99,7 +91,7 @@ def _plan_of(
     measurements: Sequence[Measurement],
     *,
     skipped_lines: int,
-    how_to_profile: str | None,
+    how_to_profile: str | None = None,
 ) -> Plan:
     """Make a plan as `make_plan` does, of partitions that are fitted."""
     from tula_hpc.analysis.planning.planner import AGAIN, plan_candidates
