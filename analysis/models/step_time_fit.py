@@ -244,12 +244,7 @@ def _times_alone(rows: Rows) -> bool:
 
 
 def _fit_form(
-    rows: Rows,
-    form: FormName,
-    belief: Belief,
-    *,
-    noise: float = NOISE,
-    near: Array | None = None,
+    rows: Rows, form: FormName, belief: Belief, *, noise: float = NOISE, near: Array | None = None
 ) -> FittedLaw:
     """Fit one form; start from `near`, or from least-squares fits of the plain sum."""
     if form == "paper":

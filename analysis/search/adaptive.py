@@ -36,7 +36,6 @@ from tula_hpc.analysis.planning.knee import DRAWS, SEED, batches_up_to
 from tula_hpc.analysis.search.confirmation import (
     AT_LEAST,
     START_S,
-    configurations_of,
     contradicts,
     is_too_expensive,
     steps_per_profile,
@@ -101,7 +100,7 @@ class AdaptiveSearch:
         `model` is the one fitted to these measurements, if the caller has it already.
         """
         usable = list(filter(is_usable, measurements))
-        measured = configurations_of(usable)
+        measured = {row.configuration for row in usable}
         open_ = [c for c in self.candidates if c not in measured and c not in given_up]
         if not open_ or len(measured) >= self.max_profiles:
             return []
@@ -121,7 +120,7 @@ class AdaptiveSearch:
         open_: Sequence[Configuration],
         model: StepTimeModel,
     ) -> list[Configuration]:
-        measured = configurations_of(usable)
+        measured = {row.configuration for row in usable}
         choices = self.decision.choices(summary, model)
         chosen = {each.configuration for each in choices or ()} & set(self.every)
         points = _thinned(self.every, keep=measured | chosen)

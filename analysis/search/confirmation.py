@@ -11,7 +11,7 @@ on the same nodes, with the steps of a usual profile, and T the training's expec
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -22,14 +22,7 @@ from tula_hpc.analysis.planning.partitions import name_of
 from tula_hpc.analysis.search.decision import Chosen
 from tula_hpc.config import SweepSpec
 from tula_hpc.config.search import FormName
-from tula_hpc.records import (
-    Configuration,
-    Measurement,
-    Plan,
-    Remedy,
-    is_usable,
-    of_partition,
-)
+from tula_hpc.records import Configuration, Measurement, Plan, Remedy, is_usable, of_partition
 
 # seconds to start Python and torch and to connect the workers, unless they were measured
 START_S = 20.0
@@ -40,11 +33,6 @@ STEPS = 80.0
 PROFILE_SHARE = 0.05
 # number of measured configurations below which nothing is predicted
 AT_LEAST = 3
-
-
-def configurations_of(usable: Iterable[Measurement]) -> set[Configuration]:
-    """Return the configurations that these measurements are of."""
-    return {row.configuration for row in usable}
 
 
 def steps_per_profile(usable: Sequence[Measurement]) -> float:
@@ -85,7 +73,7 @@ def with_confirmation(
     share = profile_share(usable, plan.chosen.step_time_s, plan.chosen.wall_time_s)
     if share > PROFILE_SHARE and not has_failed:
         return plan.model_copy(update={"profile_share": share})
-    tried = len(configurations_of(usable))
+    tried = len({row.configuration for row in usable})
     return plan.with_doubts(Remedy.MEASURE.doubts([_unmeasured(plan, sweep, tried)]))
 
 
@@ -110,7 +98,7 @@ def contradicts(
     own = [row for row in own if (row.accumulation or 1) == least]
     first_at = min(row.finished_at for row in own)
     earlier = [row for row in usable if row.finished_at < first_at]
-    if len(configurations_of(earlier)) < AT_LEAST:
+    if len({row.configuration for row in earlier}) < AT_LEAST:
         return False
     model = fit_step_time(summarize(earlier).profiles, form, Passes(least=least))
     nodes, per_node, batch = configuration
