@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from tula_hpc.analysis.run_contents import leaves, read_run
+from tula_hpc.analysis.run_contents import read_run
+from tula_hpc.config import leaves
 from tula_hpc.errors import InputError
 from tula_hpc.records import (
     Candidate,

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from tula_hpc.analysis.models.profiles import is_out_of_memory, summarize
 from tula_hpc.config import (
@@ -134,17 +134,6 @@ def ends(rows: Sequence[T], most: int = MOST_ROWS) -> list[T]:
     if len(rows) <= most:
         return list(rows)
     return [*rows[: most // 2], *rows[-(most // 2) :]]
-
-
-def leaves(
-    values: Mapping[str, Any], prefix: str = "", whole: Collection[str] = ()
-) -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested mappings with dotted keys; keys in `whole` are not split."""
-    for key, value in values.items():
-        if isinstance(value, Mapping) and key not in whole:
-            yield from leaves(value, f"{prefix}{key}.", whole)
-        else:
-            yield f"{prefix}{key}", value
 
 
 class Training(NamedTuple):
@@ -399,15 +388,13 @@ def as_planned(measurements: Iterable[Measurement], plan: Plan | None) -> list[M
     planned: dict[tuple[str, Configuration], int] = {}
     if plan is not None:
         planned = {(one.partition, one.configuration): one.accumulation for one in plan.candidates}
-
-    def is_as_planned(row: Measurement) -> bool:
+    return [
+        row
+        for row in measurements
         # None: the script has no argument for it
-        if row.accumulation is None:
-            return True
-        own = (row.partition, row.configuration)
-        return row.accumulation == planned.get(own, row.accumulation)
-
-    return list(filter(is_as_planned, measurements))
+        if row.accumulation is None
+        or row.accumulation == planned.get((row.partition, row.configuration), row.accumulation)
+    ]
 
 
 def measured_epochs(

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from tula_hpc.analysis.costs.training_bill import TrainingBill
 from tula_hpc.analysis.planning.partitions import name_of
-from tula_hpc.analysis.run_contents import Training, as_planned, ends, leaves, measured_epochs
+from tula_hpc.analysis.run_contents import Training, as_planned, ends, measured_epochs
 from tula_hpc.analysis.what_if import WhatIf
+from tula_hpc.config import leaves
 from tula_hpc.formatting import (
     UNKNOWN,
     format_bytes,

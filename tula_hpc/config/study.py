@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from tula_hpc.config.training import Method
-from tula_hpc.config.validation import Name, Needs, Spec, nearest, shown
+from tula_hpc.config.validation import Name, Needs, Spec, leaves, nearest, shown
 from tula_hpc.config.workload import DATASETS, WorkloadSpec
 
 MOST_TRAININGS = 100_000
@@ -78,7 +77,7 @@ class StudySpec(Spec):
         if not isinstance(value, dict):
             return value
         return {
-            name: dict(_dotted(keys)) if isinstance(keys, dict) else keys
+            name: dict(leaves(keys)) if isinstance(keys, dict) else keys
             for name, keys in value.items()
         }
 
@@ -174,11 +173,3 @@ def _check_script_study(work: WorkloadSpec, study: StudySpec) -> None:
 def _check_once(key: str, values: list[str]) -> None:
     if len(set(values)) != len(values):
         raise ValueError(f"{key}: expected each value once")
-
-
-def _dotted(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tables.items():
-        if isinstance(value, dict):
-            yield from _dotted(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value

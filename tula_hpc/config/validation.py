@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, get_args
 
@@ -91,6 +91,17 @@ def given_keys(table: Spec) -> Iterator[tuple[str, str]]:
         if getattr(table, key) != field.default:
             reasons = (mark.reason(table) for mark in field.metadata if isinstance(mark, Needs))
             yield key, next(filter(None, reasons), "")
+
+
+def leaves(
+    values: Mapping[str, Any], prefix: str = "", whole: Collection[str] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings with dotted keys; keys in `whole` are not split."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and key not in whole:
+            yield from leaves(value, f"{prefix}{key}.", whole)
+        else:
+            yield f"{prefix}{key}", value
 
 
 # keys and tables whose values may hold passwords

@@ -15,7 +15,7 @@ from tula_hpc.analysis.report.output import figure_files, prepare_folder, render
 from tula_hpc.analysis.report.page import shared_content
 from tula_hpc.analysis.report.tables import TextTable, format_interval
 from tula_hpc.analysis.run_contents import RunContents
-from tula_hpc.config import SweepSpec
+from tula_hpc.config import SweepSpec, leaves
 from tula_hpc.errors import InputError
 from tula_hpc.files import loaded_elsewhere
 from tula_hpc.formatting import UNKNOWN, format_duration, format_money, format_score
@@ -209,7 +209,7 @@ def _settings(run: RunContents) -> dict[str, str]:
         own = {"environment", "sbatch", "setup"}
         tables["cluster"] = run.cluster.model_dump(mode="json", exclude=own)
     found = {}
-    for key, value in run_contents.leaves(tables):
+    for key, value in leaves(tables):
         if value is not None:
             found[key] = value if isinstance(value, str) else json.dumps(value)
     return found
