@@ -41,10 +41,8 @@ def format_duration(seconds: float | None) -> str:
         return UNKNOWN
     if seconds < 0:
         return f"−{format_duration(-seconds)}"
-    if seconds < 0.1:
-        return f"{format_number(seconds * 1000, 2)} ms"
     if seconds < 0.9995:
-        return f"{format_number(seconds * 1000, 3)} ms"
+        return f"{format_number(seconds * 1000, 2 if seconds < 0.1 else 3)} ms"
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     return _long_duration(seconds)

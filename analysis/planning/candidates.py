@@ -23,9 +23,9 @@ from tula_hpc.analysis.models.profiles import Summary
 from tula_hpc.analysis.models.regression import Array
 from tula_hpc.analysis.models.step_time import StepTimeModel
 from tula_hpc.analysis.planning.memory_limit import allowed_bytes, memory_limit_bytes, on_top_bytes
-from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, cluster_sizes, local_batches
+from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, local_batches
 from tula_hpc.formatting import FOREVER_S
-from tula_hpc.records import steps_of_epoch
+from tula_hpc.records import Configuration, steps_of_epoch
 
 Integers = NDArray[np.int64]
 
@@ -51,14 +51,19 @@ class Grid(NamedTuple):
         return (self.nodes << 38) | (self.workers_per_node << 31) | self.local_batch
 
 
-def candidate_grid(search: SearchSpec, cluster: ClusterSpec) -> Grid:
-    """Return every power of two as local batch within the bounds, for every cluster size."""
-    per_node = cluster.workers_per_node
-    rows = [
-        (nodes, per_node, batch)
-        for nodes in sorted(cluster_sizes(search, cluster))
-        for batch in local_batches(search, nodes, per_node)
+def candidates(search: SearchSpec, workers_per_node: int) -> list[Configuration]:
+    """Return the configurations with a power of two as local batch within the bounds, ascending."""
+    return [
+        Configuration(nodes, workers_per_node, local_batch)
+        for nodes in sorted(search.cluster_sizes)
+        for local_batch in local_batches(search, nodes, workers_per_node)
     ]
+
+
+def candidate_grid(search: SearchSpec, cluster: ClusterSpec) -> Grid:
+    """Return the candidates that the cluster has enough nodes for."""
+    every = candidates(search, cluster.workers_per_node)
+    rows = [one for one in every if one.nodes <= cluster.max_nodes]
     return Grid(*np.array(rows, dtype=np.int64).reshape(-1, 3).T)
 
 

@@ -5,6 +5,7 @@ Prices and constraints are the plan's own (`planning.candidates.priced`, `planni
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -147,13 +148,11 @@ class DecisionModel(NamedTuple):
         self, points: Sequence[Configuration], model: StepTimeModel, summary: Summary
     ) -> Array:
         """Return the knee of the fitted curve, then of each drawn one, (1 + draws,); NaN: none."""
-        if self.sweep is None or self.cluster is None or summary.dataset_samples < 1:
-            return sampled_knees(self.kind, _curves_through(points, model))
-        part = _part(self.sweep, self.cluster, summary, model)
-        try:
-            curves = knee_curves((part,), self.sweep)
-        except NotEnoughDataError:
-            curves = None
+        curves = None
+        if self.sweep is not None and self.cluster is not None and summary.dataset_samples >= 1:
+            part = _part(self.sweep, self.cluster, summary, model)
+            with contextlib.suppress(NotEnoughDataError):
+                curves = knee_curves((part,), self.sweep)
         # if no training ends within the time limit, no candidate has a curve
         if curves is None or not curves.lines.nodes.size:
             curves = _curves_through(points, model)

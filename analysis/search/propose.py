@@ -1,4 +1,4 @@
-"""Candidates of a search, and those to profile next.
+"""Candidates of a search that are to be profiled next.
 
 The way from the sweep file to a job: of the `candidates`, those that are `believed_to_fit` and
 neither measured nor given up (see `retry_policy.py`) can be proposed. `stages/profile.py` asks once
@@ -19,25 +19,17 @@ from collections.abc import Sequence
 from tula_hpc.analysis.models.memory import fit_memory
 from tula_hpc.analysis.models.profiles import Summary, is_out_of_memory, summarize
 from tula_hpc.analysis.models.step_time import StepTimeModel
+from tula_hpc.analysis.planning.candidates import candidates
 from tula_hpc.analysis.planning.memory_limit import memory_limit_bytes
 from tula_hpc.analysis.planning.partitions import with_passes
 from tula_hpc.analysis.search.adaptive import AdaptiveSearch
 from tula_hpc.analysis.search.decision import DecisionModel
-from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec, local_batches
+from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.records import Configuration, Measurement, corners, is_usable
 from tula_hpc.retry_policy import is_configuration_given_up
 
 # number of measured local batches from which on the memory of larger ones is predicted
 MEMORY_BATCHES = 2
-
-
-def candidates(search: SearchSpec, workers_per_node: int) -> list[Configuration]:
-    """Return the configurations with a power of two as local batch within the bounds, ascending."""
-    return [
-        Configuration(nodes, workers_per_node, local_batch)
-        for nodes in sorted(search.cluster_sizes)
-        for local_batch in local_batches(search, nodes, workers_per_node)
-    ]
 
 
 def propose(

@@ -25,9 +25,10 @@ from tests.planning_data import (
 )
 from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.analysis.plan import main, make_plan
+from tula_hpc.analysis.planning.candidates import candidates
 from tula_hpc.analysis.planning.warnings import ONE_ITERATOR, about_samples
 from tula_hpc.analysis.report.plan_text import describe_plan, sentences
-from tula_hpc.analysis.search.propose import candidates, propose
+from tula_hpc.analysis.search.propose import propose
 from tula_hpc.config import GIB, ClusterSpec, ObjectiveSpec, SweepSpec
 from tula_hpc.errors import InfeasibleError, NotEnoughDataError
 from tula_hpc.records import Configuration, Measurement, RunDirectory, append_record

@@ -221,7 +221,7 @@ def _estimate(part: Sweep, tried: Trial | None) -> Estimate | None:
 
 
 def _profiling(beginning: Beginning) -> Iterator[str]:
-    from tula_hpc.analysis.search.propose import candidates
+    from tula_hpc.analysis.planning.candidates import candidates
 
     part, waves = beginning.part, beginning.waves
     search, minutes = part.spec.search, part.cluster.profile_minutes

@@ -8,8 +8,7 @@ import tomli_w
 
 from tests.planning_data import cluster, failed, grid, ok, step_time_s, sweep, times
 from tula_hpc.analysis.plan import make_plan
-from tula_hpc.analysis.planning.candidates import candidate_grid
-from tula_hpc.analysis.search.propose import candidates
+from tula_hpc.analysis.planning.candidates import candidate_grid, candidates
 from tula_hpc.config import ClusterSpec, check_together, load_cluster, sweep_for
 from tula_hpc.errors import InputError, NotEnoughDataError
 from tula_hpc.records import Configuration, Measurement

@@ -10,9 +10,10 @@ from tests.planning_data import cluster, compute_time_s, failed, ok, oom, step_t
 from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.analysis.models.step_time import fit_step_time
 from tula_hpc.analysis.plan import make_plan
+from tula_hpc.analysis.planning.candidates import candidates
 from tula_hpc.analysis.search.adaptive import AdaptiveSearch, cheap_corners
 from tula_hpc.analysis.search.decision import DecisionModel
-from tula_hpc.analysis.search.propose import candidates, propose
+from tula_hpc.analysis.search.propose import propose
 from tula_hpc.config import SearchSpec, batches_timed_apart
 from tula_hpc.records import Configuration, Measurement
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planning_data import failed, ok, oom
-from tula_hpc.analysis.search.propose import candidates, propose
+from tula_hpc.analysis.planning.candidates import candidates
+from tula_hpc.analysis.search.propose import propose
 from tula_hpc.config import ClusterSpec, SearchSpec, SweepSpec
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.records import Configuration, Measurement
