@@ -20,7 +20,13 @@ from tula_hpc.cli import detached
 from tula_hpc.cli.open_run import work
 from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep
 from tula_hpc.env import unix_time
-from tula_hpc.errors import LaunchError, RunDirectoryError, StageError, SubmitLimitError
+from tula_hpc.errors import (
+    LaunchError,
+    RefusedError,
+    RunDirectoryError,
+    StageError,
+    SubmitLimitError,
+)
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import command_line
 from tula_hpc.launch import slurm
@@ -242,6 +248,23 @@ def test_a_controller_that_is_requeued_finds_its_successor_and_the_guard(cluster
     cluster.step("1", left("b"), dies=True)
     cluster.step("1", left("b"))
     assert cluster.jobs == {"2": "3", "3": "b"}
+
+
+def test_a_step_that_no_guard_tries_again_is_told(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RefusedError("the scheduler refused the job: the account's hours are used up")
+
+    told: list[str] = []
+    monkeypatch.setattr(detached, "notify", lambda _, *words: told.append(": ".join(words)))
+    cluster.step("", left("a"))
+    sweep = Sweep(SweepSpec.model_validate({"name": "x"}), SLURM, cluster.run, detached=True)
+    monkeypatch.setattr(detached, "_step", refuse)
+    monkeypatch.setattr(detached, "_refuse_if_cancelled", lambda: None)
+    for job_id in ("1", "2"):
+        monkeypatch.setattr(detached, "slurm_job_id", lambda job_id=job_id: job_id)
+        assert told == [], "job 2 is the guard of job 1, and has none itself"
+        assert detached._try_step(sweep, "report")
+    assert told == ["sweep_failed: the scheduler refused the job: the account's hours are used up"]
 
 
 def test_without_room_for_a_guard_a_controller_has_none(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:

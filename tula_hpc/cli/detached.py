@@ -37,6 +37,7 @@ from tula_hpc.launch.launcher import JobsNow, StillRunningError
 from tula_hpc.records import RunDirectory
 from tula_hpc.records.events import CONTROL, GUARD
 from tula_hpc.stages.context import StageProgress, Sweep, jobs_left, jobs_on_record, stage_progress
+from tula_hpc.stages.notify import notify
 from tula_hpc.stages.train import training_tick
 
 if TYPE_CHECKING:
@@ -207,7 +208,11 @@ def _try_step(sweep: Sweep, until: str) -> str:
         _refuse_if_cancelled()
         _step(sweep, until)
     except (TulaError, OSError) as error:
-        return str(error) or type(error).__name__
+        words = str(error) or type(error).__name__
+        # a guard tries again; else nothing carries on, as when the account's hours are used up
+        if all(guard.job_id == slurm_job_id() for guard in sweep.run.history().guards()):
+            notify(sweep, "sweep_failed", words)
+        return words
     return ""
 
 
