@@ -25,7 +25,7 @@ from tula_hpc.analysis.costs.spread import MOMENT_S, Array
 from tula_hpc.analysis.models.profiles import Profile
 from tula_hpc.config import GIB, ClusterSpec, PricingSpec, TrainingSpec
 from tula_hpc.errors import InputError
-from tula_hpc.formatting import FOREVER_S, HOUR_S
+from tula_hpc.formatting import FOREVER_S, HOUR_S, format_money
 
 JOULES_PER_KWH = 3.6e6
 
@@ -234,9 +234,9 @@ def assumptions(cluster: ClusterSpec, power: NodePower | None) -> list[str]:
         found += slurm_billing.node_resources(cluster).assumed
     if pricing.is_default:
         found.append(
-            f"costs assume {pricing.usd_per_node_hour:g} USD per node and hour, not a real price but "
-            "the default of pricing.usd_per_node_hour: read them as node-hours, or set it in the "
-            "cluster file"
+            f"costs assume {format_money(pricing.usd_per_node_hour)} per node and hour, not a real "
+            "price but the default of pricing.usd_per_node_hour: read them as node-hours, or set "
+            "it in the cluster file"
         )
     if pricing.basis == "spot":
         preempted = "a node" if pricing.preempted == "node" else "the job"

@@ -354,11 +354,11 @@ def _caption(usage: MemoryContent, kinds: str) -> str:
 
 def _describe_marks(usage: MemoryContent) -> str:
     curve = "so they lie on one curve"
-    lines = "The line is the model's prediction; it is"
+    lines = "The line is the model's prediction; above a floor it is"
     alone = ""
     if len(usage.lines) > 1:
         curve = "but a single worker's lie on a curve of their own"
-        lines = "Lines are the model's predictions; they are"
+        lines = "Lines are the model's predictions; above a floor they are"
         alone = (
             f" It takes its batch in {usage.parts} parts, one after another, and holds the "
             "activations of one of them."

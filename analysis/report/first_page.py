@@ -171,7 +171,10 @@ def _step_shares(run: RunContents, plan: Plan) -> list[str]:
     rest = "other work"
     if plan.chosen.configuration.world_size > 1:
         rest = "exchange of gradients and waiting for other workers"
-    names = ("waiting for data", "computation", "the optimizer", rest)
+    wait = "waiting for data"
+    if run.sweep is not None and run.sweep.workload.is_script:
+        wait += " or other work of the script between its steps"
+    names = (wait, "computation", "the optimizer", rest)
     step_s = times.step_time_s
     shown = [
         f"{100 * seconds / step_s:.0f} % {name}"

@@ -179,6 +179,12 @@ def test_the_page_says_where_the_time_of_the_whole_and_of_a_step_goes(plan: Plan
     (shares,) = re.findall(r"A step of \S+ m?s is (.*?)\.(?: |$)", takes)
     assert sum(map(int, re.findall(r"(\d+) %", shares))) == pytest.approx(100, abs=2)
     assert "% computation" in shares
+    theirs = {"script": "/train.py", "arguments": ["{local_batch}"], "samples": 4096, "epochs": 2}
+    script = SweepSpec.model_validate({"name": "x", "workload": theirs}, context={"check_paths": False})
+    nodes, _, batch = plan.chosen.configuration
+    waits = ok(nodes, batch, times=times(nodes, batch, data_time_s=0.05))
+    page = opening_text(contents._replace(measurements=[waits], sweep=script))
+    assert "% waiting for data or other work of the script between its steps" in page
     elsewhere = [ok(plan.chosen.nodes, 2 * plan.chosen.local_batch)]
     assert "A step of" not in opening_text(contents._replace(measurements=elsewhere))
 

@@ -57,15 +57,19 @@ class Bar(NamedTuple):
 def draw_step_breakdown(run: RunContents) -> Drawing | Missing:
     """Draw the shares of a step per profiled configuration, as stacked bars."""
     bars = []
+    is_script = run.sweep is not None and run.sweep.workload.is_script
     for item in run.ok:
         if item.times is not None:
             spent = item.times.step_time_s, item.times.allreduce_time_s
             parts = parts_of(item.times)
-            slow = loader_decides(item.times) and parts[DATA] == max(parts)
+            slow = loader_decides(item.times) and parts[DATA] == max(parts) and not is_script
             bars.append(Bar(item.configuration, parts, *spent, slow))
     if not bars:
         return Missing("step_breakdown", "step breakdown", "no configuration has been measured yet")
-    title = _breakdown_title(bars)
+    wait = "Waiting for data"
+    if is_script:
+        wait += ", or other work between steps,"
+    title = _breakdown_title(bars, wait)
     keys = [style.Key(name, marker="s", colour=colour.light) for name, colour in PARTS.items()]
     exchanged = any(bar.allreduce_s for bar in bars)
     if exchanged:
@@ -76,16 +80,20 @@ def draw_step_breakdown(run: RunContents) -> Drawing | Missing:
     with style.new_figure(title, 1.25 + ROW_IN * (max(rows) + 1)) as (figure, (axes,)):
         _draw_bars(axes, rows, run.cluster_sizes)
         style.legend(axes, keys, left=-0.22)
-    caption = _breakdown_caption(exchanged=exchanged)
+    caption = _breakdown_caption(exchanged=exchanged, is_script=is_script)
     return Drawing("step_breakdown", title, caption, figure, _breakdown_table(bars))
 
 
-def _breakdown_caption(*, exchanged: bool) -> str:
+def _breakdown_caption(*, exchanged: bool, is_script: bool) -> str:
+    between = ""
+    if is_script:
+        between = ", with all else that the script does between them"
     text = (
         "One bar per profiled configuration, as shares of its step; the step's time is at the "
-        "right. The wait for data is that of the timed steps. Forward and backward, optimizer and "
-        "the bare all-reduce of the gradients are timed separately; the rest is what remains of "
-        "the whole step: with several workers, mostly synchronization that is not hidden. "
+        f"right. The wait for data is that of the timed steps{between}. Forward and backward, "
+        "optimizer and the bare all-reduce of the gradients are timed separately; the rest is "
+        "what remains of the whole step: with several workers, mostly synchronization that is not "
+        "hidden. "
     )
     if exchanged:
         text += (
@@ -129,8 +137,11 @@ def _draw_bar(axes: Axes, y: int, bar: Bar) -> None:
     axes.annotate(time, (1, y), xycoords=right, ha="right", va="center", size=8)
 
 
-def _breakdown_title(bars: Sequence[Bar]) -> str:
-    """Name the part, other than computing, with the largest share of any step."""
+def _breakdown_title(bars: Sequence[Bar], wait: str) -> str:
+    """Name the part, other than computing, with the largest share of any step.
+
+    `wait` names the first part, waiting for data.
+    """
     worst = max(bars, key=lambda bar: (bar.loader_decides, bar.share(DATA)))
     if worst.loader_decides:
         waiting = f"waiting for data takes {format_percent(worst.share(DATA))} of a step"
@@ -145,7 +156,8 @@ def _breakdown_title(bars: Sequence[Bar]) -> str:
     share = format_percent(worst.share(part))
     if worst.share(part) < NOTABLE:
         return _calm_title(bars, share)
-    title = f"{_named(part, worst, bars)} takes {share} of a step at {worst.configuration.short}"
+    name = wait if part == DATA else _named(part, worst, bars)
+    title = f"{name} takes {share} of a step at {worst.configuration.short}"
     if part == REST and worst.allreduce_s and not _is_exchange(worst, bars):
         title += f" (a bare all-reduce takes {format_percent(worst.allreduce_s / worst.step_s)})"
     others = [bar for other, bar in named if other == part]
@@ -160,8 +172,8 @@ def _breakdown_title(bars: Sequence[Bar]) -> str:
 
 def _named(part: int, bar: Bar, bars: Sequence[Bar]) -> str:
     """Return a part's name for the title; the rest is named by its cause if that is known."""
-    if part != REST:
-        return "Waiting for data" if part == DATA else "The optimizer"
+    if part == OPTIMIZER:
+        return "The optimizer"
     if _is_exchange(bar, bars):
         return "Exchanging gradients"
     return "The rest besides data, computing and optimizer"

@@ -198,7 +198,7 @@ def test_assumptions_of_prices_are_named() -> None:
     assert "every 6 hours" in assumptions(spot, None)[0]
     priced = ClusterSpec.model_validate({"pricing": {"usd_per_node_hour": 2.0}})
     assert assumptions(priced, None) == []
-    assert assumptions(ClusterSpec(), None)[0].startswith("costs assume 1 USD per node and hour, not a real price but")
+    assert assumptions(ClusterSpec(), None)[0].startswith("costs assume 1.00 USD per node and hour, not a real price")
     measured = assumptions(priced, NodePower(450.0, measured=True))[0]
     assert "processors and GPUs draw 450 W (measured)" in measured
     assert "power supplies, memory and fans are not included" in measured

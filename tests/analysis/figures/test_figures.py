@@ -55,7 +55,7 @@ from tula_hpc.analysis.models.profiles import parts_of
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.report.tables import SUMMARY_COLUMNS
 from tula_hpc.analysis.run_contents import RunContents, read_run
-from tula_hpc.config import TrainingSpec
+from tula_hpc.config import SweepSpec, TrainingSpec
 from tula_hpc.formatting import in_percent
 from tula_hpc.records import Candidate, Configuration, Event, Knee, Measurement, RunDirectory, StepTimes, append_record
 
@@ -373,6 +373,8 @@ def test_memory_shows_limit_bound_and_reserved_bytes(run: RunContents, drawings:
     feasible = [item.local_batch for item in run.plan.candidates if item.feasible] if run.plan else []
     assert [int(row["local_batch_samples"]) for row in table if row["mark"] == "largest_that_fits"] == [max(feasible)]
     assert "resident memory of the whole process" in drawings["memory"].caption
+    # small batches need no less than the optimizer's step
+    assert "above a floor it is straight in b" in drawings["memory"].caption
 
 
 def test_a_batch_within_the_margin_below_the_limit_does_not_fit(run: RunContents) -> None:
@@ -511,6 +513,18 @@ def test_the_loader_decides_where_waiting_for_data_is_the_largest_part(
     says = "The data loader is the bottleneck: waiting for data takes 50.0 % of a step at N = 1, B = 32"
     assert (title == says) == ("loader" in title) == decides
     assert title.startswith("The rest besides data, computing and optimizer takes 60.0 % of a step at N = 2") != decides
+
+
+def test_what_a_script_does_between_its_steps_is_not_called_its_loader(run: RunContents) -> None:
+    theirs = {"script": "/train.py", "arguments": ["{local_batch}"], "samples": 4096, "epochs": 2}
+    spec = SweepSpec.model_validate({"name": "x", "workload": theirs}, context={"check_paths": False})
+    slow = profiled(ALONE, 0.0)
+    assert slow.times is not None
+    waiting = slow.times.model_copy(update={"data_time_s": 0.5, "compute_time_s": 0.4})
+    rows = [slow.model_copy(update={"times": waiting})]
+    drawing = drawn(run._replace(measurements=rows, plan=None, sweep=spec), "step_breakdown")
+    assert drawing.title.startswith("Waiting for data, or other work between steps, takes 50.0 % of a step")
+    assert "with all else that the script does between them" in drawing.caption
 
 
 def test_a_diamond_is_explained_where_there_is_one(run: RunContents) -> None:
