@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -23,14 +23,15 @@ import tula_hpc.attach as tula
 from tests.attach.script_runs import BATCH, QUICK, SCRIPTS, measurement_of, profiled
 from tests.forked_jobs import forking_scripts
 from tests.test_memory_errors import SHARED_GPU
+from tula_hpc.attach.child import _run
 from tula_hpc.attach.hangs import Place
-from tula_hpc.attach.processes import Child, ProcessEnd, end_as, error_of, worst
+from tula_hpc.attach.processes import Child, ProcessEnd, _without_step, end_as, error_of, worst
 from tula_hpc.attach.reporting import ChildSpec, ProcessMessage, failed_by, unexplained
 from tula_hpc.attach.script import Script
 from tula_hpc.attach.train.peers import lacking_in
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import TrainingSpec
-from tula_hpc.errors import CheckpointError, InputError, TulaError
+from tula_hpc.errors import CheckpointError, DivergedError, InputError, TulaError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.process_memory import descendants
 from tula_hpc.records import Configuration
@@ -76,7 +77,7 @@ def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, scri
             Failure.BAD_INPUT,
             "code 1 before its first optimizer step; its last line of output: no data here",
         ),
-        ("leaves", Failure.BAD_INPUT, "misbehaving.py ended its process by itself, with exit code 0"),
+        ("leaves", Failure.BAD_INPUT, "ended its process by itself, with exit code 0; expected it to return or to"),
         ("takes no batch", Failure.BAD_INPUT, "workload.arguments: asked for 4 samples a forward pass, Linear got 6"),
         ("halves its batch", Failure.DEVICE_OOM, "goes on otherwise: asked for 4 samples a forward pass, Linear got 2"),
         ("accumulates", Failure.BAD_INPUT, "takes 2 forward passes for an optimizer step, not 1; set workload.accum"),
@@ -171,6 +172,27 @@ def test_workers_that_wait_for_each_other_are_reported_with_their_places(how: st
     places = r"rank 0 is at misbehaving.py:\d+, `dist.barrier\(\)`; rank 1 is at misbehaving.py:\d+, `model\(.*backward"
     assert re.search(places, message.detail), message.detail
     assert "; call each collective on every worker" in message.detail
+
+
+def test_a_first_look_names_no_key_for_the_time_until_a_step() -> None:
+    spec = ChildSpec(mode="look", program=Script(MISBEHAVING, None, ()), message_file=Path("said"))
+    child: Any = SimpleNamespace(spec=spec, message=lambda: None)
+    assert _without_step(child, 600.0) == "misbehaving.py took more than 600 s until its first optimizer step"
+
+
+def test_an_error_at_a_scripts_end_is_reported_as_one_within_it() -> None:
+    """Weights may turn out to be nan, or the disk full, when the last lines of metrics are written."""
+
+    def ended(code: int) -> ProcessMessage:
+        raise DivergedError("weights of the model are nan")
+
+    def fail(error: BaseException) -> NoReturn:
+        raise SystemExit(str(error))
+
+    program = SimpleNamespace(run=lambda home: sys.exit(0))
+    mode: Any = SimpleNamespace(spec=SimpleNamespace(program=program, home=ROOT), ended=ended, fail=fail)
+    with pytest.raises(SystemExit, match="weights of the model are nan"):
+        _run(mode)
 
 
 PECULIAR = ["catches", "handles TERM", "has a thread", "prints", "has two optimizers"]

@@ -10,7 +10,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,12 +21,18 @@ import torch
 from tests.forked_jobs import children_of, forking_jobs
 from tests.run_factory import candidate, measurement, plan, write_plan
 from tula_hpc.analysis.costs.usage import actual_use
+from tula_hpc.attach import processes
+from tula_hpc.attach.processes import ProcessEnd
+from tula_hpc.attach.reporting import ProcessMessage
 from tula_hpc.attach.train.resume_point import Start, _look_for_saved
+from tula_hpc.attach.train.script_job import ScriptJob
 from tula_hpc.config import ClusterSpec, SweepSpec
+from tula_hpc.ddp.stop_signals import StopRequest
+from tula_hpc.env import WorkerEnvironment
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.launch.launcher import Ended, Launcher
-from tula_hpc.records import Configuration, RunDirectory, TrainResult, append_record, read_metrics
+from tula_hpc.records import Configuration, RunDirectory, StepMetrics, TrainResult, append_record, read_metrics
 from tula_hpc.records.events import JobFailure, StopReason
 from tula_hpc.stages.context import Sweep
 from tula_hpc.stages.train import train_stage
@@ -324,6 +332,8 @@ def test_a_script_that_cannot_resume_begins_anew_the_next_time(tmp_path: Path) -
         # the script has saved under another name
         (["other.pt"], False, False),
         (["latest.pt"], True, True),
+        # a link to a file that the script, or the user, has deleted
+        (["o*.pt"], True, True),
         # one is an input, one is wanted by the user
         (["settings.yaml", "own.pt"], True, True),
         (["conf", "own.pt"], True, True),
@@ -349,6 +359,7 @@ def test_a_users_file_from_before_the_training_does_not_count_as_saved(
     (work / "saved").mkdir()
     (work / "saved" / "below.pt").touch()
     (work / "latest.pt").symlink_to("own.pt")
+    (work / "old.pt").symlink_to("deleted.pt")
     append_record(work.with_name("saved.jsonl"), {"name": "elsewhere.pt"})
     resuming = [argument for name in named for argument in ("--file", name.replace("{folder}", str(tmp_path)))]
     sweep = SweepSpec.model_validate({"name": "x", "workload": {**OWN, "resume_arguments": resuming}})
@@ -400,6 +411,65 @@ def test_a_word_for_the_newest_checkpoint_resumes_no_script_that_has_saved_nothi
     how, saved_at = _look_for_saved(Start(), job, work, is_first=False)
     assert how.startswith("goes on by itself")
     assert saved_at is not None
+
+
+def test_a_worker_that_does_not_notice_that_another_has_stopped_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each obeys a stop by itself in a further training, for which another may wait, as in a collective of NCCL's."""
+    monkeypatch.setattr(processes, "STOP_GRACE_S", 1.0)
+    script = tmp_path / "probes.py"
+    script.write_text("""
+import sys, time, torch
+from pathlib import Path
+torch.distributed.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(4):
+    model(torch.randn(int(sys.argv[1]), 2)).sum().backward()
+    optimizer.step()
+rank, begun = torch.distributed.get_rank(), Path("begun")
+torch.distributed.barrier()
+if begun.exists():
+    sys.exit()
+torch.distributed.barrier()
+begun.touch()
+if rank:
+    time.sleep(40)
+    begun.with_name("waited").touch()
+probe = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(probe.parameters(), 0.1)
+while True:
+    probe(torch.randn(4, 2)).sum().backward()
+    optimizer.step()
+    time.sleep(0.001)
+""")
+    workload = {"script": script, "arguments": ["{local_batch}"], "samples": 64, "epochs": 1}
+    run, ended = train(tmp_path / "run", workload, at_step(4, signal.SIGTERM))
+    assert (result_of(run, ended).steps, len(details(run, "preempted"))) == (4, 1)
+    assert not (run.train().root / "script" / "work" / "waited").exists()
+
+
+def test_what_is_known_of_earlier_starts_outlives_a_start_that_a_signal_kills(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, work = begun(tmp_path)
+    row = StepMetrics(step=6, samples_seen=96, epoch=1.5, loss=None, lr=0.1, step_time_s=0.1)
+    append_record(run.train().metrics_file, row)
+    work.with_name("saved.jsonl").touch()
+    sweep = SweepSpec.model_validate({"name": "x", "workload": {**OWN, "resume_arguments": ["--auto-resume"]}})
+    alone = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
+    allocation: Any = SimpleNamespace(env=alone, store=None, broadcast=lambda decide: decide())
+    stop = StopRequest()
+    stop.received = signal.SIGTERM
+    job = ScriptJob(TrainJob(sweep, CLUSTER, Configuration(1, 1, 8), run.root), allocation, stop)
+    job.start_file.write_text(json.dumps(asdict(Start(starts_s=7.0))))
+    killed = ProcessMessage(state="failed", failure=Failure.KILLED, detail="ended by SIGTERM")
+    monkeypatch.setattr(job, "_watch", lambda *_: ProcessEnd(rank=0, message=killed, log="log"))
+    monkeypatch.setattr(job, "_leave", lambda: "stopped")
+    assert job.run() == "stopped"
+    kept = Start(**json.loads(job.start_file.read_text()))
+    assert (kept.restarts, kept.starts_s) == (1, 7.0)
 
 
 def test_a_script_at_its_time_limit_does_not_begin_anew_in_vain(

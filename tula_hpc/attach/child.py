@@ -49,18 +49,23 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(mode: Mode) -> int:
     try:
-        mode.spec.program.run(mode.spec.home)
-        code = 0
-    except SystemExit as error:
-        code = _code_of(error)
+        code = _run_script(mode)
+        message = mode.ended(code)
     except BaseException as error:  # noqa: BLE001 # a script may raise anything
         mode.fail(error.with_traceback(_from_script(error.__traceback__)))
-    message = mode.ended(code)
     mode.say(message)
     if mode.spec.mode != "train":
         leave(0 if message.state == "done" else 1)
     kill_daemons()
     return code
+
+
+def _run_script(mode: Mode) -> int:
+    try:
+        mode.spec.program.run(mode.spec.home)
+    except SystemExit as error:
+        return _code_of(error)
+    return 0
 
 
 def _from_script(trace: TracebackType | None) -> TracebackType | None:

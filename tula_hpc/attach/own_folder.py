@@ -33,7 +33,7 @@ MOST_BYTES = 2**30
 OF_WEIGHTS = (".pt", ".pth", ".ckpt", ".tar", ".bin", ".safetensors", ".pkl", ".distcp")
 # file beside a script's folder with a line for each time that the script saves, wherever it does
 SAVED = "saved.jsonl"
-# functions that open a file without Python's `open`; the file is their second argument, so called
+# functions that open a file without Python's `open`, and the name of their second argument, the file
 WRITERS = (("torch", "save", "f"), ("safetensors.torch", "save_file", "filename"))
 # audit events by which a file gets a further name, their second argument
 RENAMING = ("os.rename", "os.link", "os.symlink")
@@ -77,7 +77,9 @@ def own_folder(path: Path, home: Path, above: Iterable[str] = ()) -> Path:
 
 def newest_in(folder: Path, pattern: str) -> str:
     """Return the newest file or folder that matches a pattern; without one, the pattern."""
-    found = glob.glob(pattern, root_dir=folder)  # noqa: PTH207 # Path.glob takes no absolute pattern
+    names = glob.glob(pattern, root_dir=folder)  # noqa: PTH207 # Path.glob takes no absolute pattern
+    # a link may lead to a file that is gone
+    found = [name for name in names if (folder / name).exists()]
     return max(found, key=lambda name: ((folder / name).stat().st_mtime, name), default=pattern)
 
 

@@ -53,6 +53,8 @@ LEAVE_S = 2.0 * POLL_S + ANSWER_S
 GRACE_S = 10.0
 # the same for a training, which may still be uploading its results
 TRAINED_GRACE_S = 60.0
+# the same for the other workers' processes, once one has obeyed a stop
+STOP_GRACE_S = 30.0
 # time for a signal that ended a script's process to reach its worker, which knows what to do
 SIGNAL_GRACE_S = 3.0
 
@@ -266,8 +268,19 @@ class WorkerPeers:
         A process that loses a peer leaves its place in the script, and can no longer report it.
         """
         self._leave(rank)
-        ends = time.monotonic() + LEAVE_S
-        everybody = self._keys("left", world_size)
+        self._await_all("left", world_size, LEAVE_S)
+
+    def end_others(self, rank: int, world_size: int) -> None:
+        """Have the others end their processes too, after a time in which these may end by themselves.
+
+        They may wait without end for this worker's process, which is gone: NCCL does not notice it.
+        """
+        self._await_all("outcome", world_size, STOP_GRACE_S)
+        self._leave(rank)
+
+    def _await_all(self, what: str, world_size: int, seconds: float) -> None:
+        ends = time.monotonic() + seconds
+        everybody = self._keys(what, world_size)
         while not self.store.check(everybody) and time.monotonic() < ends:
             time.sleep(0.05)
 
@@ -359,7 +372,9 @@ def _without_step(child: Child, step_s: float) -> str:
         since += " of a model in DistributedDataParallel"
     if child.message() is not None:
         since = "between two optimizer steps"
-    limit = f"{step_s:.0f} s (search.first_step_minutes)"
+    limit = f"{step_s:.0f} s"
+    if child.spec.mode != "look":
+        limit += " (search.first_step_minutes)"
     return f"{child.spec.program.name} took more than {limit} {since}"
 
 

@@ -170,6 +170,8 @@ def unexplained(
         name = known.get(-code, f"signal {-code}")
         failure = Failure.KILLED
         detail = f"{script.name} was ended by {name}"
+    elif code == 0:
+        detail += "; expected it to return or to call sys.exit, not os._exit"
     steps = message.steps if message is not None else 0
     return ProcessMessage(state="failed", failure=failure, detail=detail, steps=steps)
 

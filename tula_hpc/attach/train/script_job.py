@@ -86,13 +86,19 @@ class ScriptJob:
         start = Start(**begins["start"])
         self.compared_with = begins["drift"]
         peers = WorkerPeers(self.allocation.store, meeting.run_id)
-        peers.announce(self._judged(self._watch(start, meeting, peers), peers))
+        mine = self._watch(start, meeting, peers)
+        peers.announce(self._judged(mine, peers))
+        if mine.is_done and mine.message.result["end"] == "stopped":
+            # all processes leave after the same step, but in a further training each by itself
+            peers.end_others(self.place.rank, self.place.world_size)
         self.allocation.broadcast(str)
         outcomes = peers.outcomes(self.place.world_size)
         end = processes.worst(outcomes)
         if not end.is_done:
             self._fail(end)
-        ends = [TrainedSoFar.model_validate(each.message.result) for each in outcomes]
+        # a process that a signal has killed does not report how far it came
+        known = start.progress()
+        ends = [TrainedSoFar.model_validate(known | each.message.result) for each in outcomes]
         restarts = max(start.restarts, ends[0].restarts)
         self.progress = ends[0].model_copy(update={"restarts": restarts})
         if any(each.end == "stopped" for each in ends):
@@ -186,7 +192,8 @@ class ScriptJob:
         )
 
     def _settings(self, start: Start) -> dict[str, Any]:
-        job, options = self.job, self.job.sweep.training
+        job = self.job
+        options = job.sweep.training
         nodes = job.configuration.nodes
         prior = expected_interruptions(job.cluster.pricing, options, nodes, seen=0, over_s=0.0)
         more: dict[str, Any] = {}
@@ -319,8 +326,8 @@ class ScriptJob:
         scores = last_scores(self.files.metrics_file)
         rows = read_metrics(self.files.metrics_file).epochs
         progress = without_repeated(progress, start, epochs, rows)
-        # where a script went on by itself is known only to within an epoch
         started_at = progress.started_at or start.started_at
+        # where a script went on by itself is known only to within an epoch
         is_whole = self._has_all(progress.epoch + int(start.resumes), progress.step)
         result = TrainResult(
             label=job.label,
