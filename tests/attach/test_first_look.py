@@ -547,6 +547,8 @@ def test_a_missing_script_is_refused(tmp_path: Path) -> None:
         (["--bs=8", "--accumulate=1"], 8, 1, ["--bs={local_batch}", "--accumulate=1"]),
         (["--lr", "0.1"], 64, 1, ["--lr", "0.1"]),
         (["--bs=8", "--num-steps=99"], 8, 1, ["--bs={local_batch}", "--num-steps={steps}"]),
+        (["--bs=8", "--niters=99"], 8, 1, ["--bs={local_batch}", "--niters={steps}"]),
+        (["--num-envs=8", "--n_iters=99"], 0, 1, ["--num-envs=8", "--n_iters=99"]),
         (["--num-envs=8", "--num-steps=99"], 0, 1, ["--num-envs=8", "--num-steps=99"]),
         (["--total_timesteps", "9999", "--num_steps", "99"], 0, 1, ["--total_timesteps", "9999", "--num_steps", "99"]),
         # nobody knows which of the two it is

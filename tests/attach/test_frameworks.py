@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import tula_hpc.attach as tula
-from tests.attach.script_runs import profiled
+from tests.attach.script_runs import BATCH, measurement_of, profiled
 from tests.attach.test_keeping import EXITED, KILLED, STOPPED, Scenario, assert_same, assert_scales_go_on
 from tests.forked_jobs import forking_scripts
 from tula_hpc.attach.reporting import failed_by
@@ -244,6 +244,13 @@ def test_lightnings_search_for_a_batch_is_refused_by_its_name(tmp_path: Path, ho
     assert outcome.message.failure is Failure.BAD_INPUT
     words = "train.py searches for its batch by Lightning's BatchSizeFinder (or Tuner.scale_batch_size), but the sweep"
     assert outcome.message.detail.startswith(words)
+
+
+def test_an_epoch_has_no_more_batches_than_lightning_is_limited_to(tmp_path: Path) -> None:
+    arguments = ("--batch-size", str(BATCH), "--epochs", "1000", "--samples", "64", "--limit-batches", "5")
+    with forking_scripts():
+        (outcome,) = profiled(LIGHTNING, arguments, tmp_path)
+    assert outcome.message.result["samples"] == measurement_of(outcome).epoch_samples == 5 * BATCH
 
 
 WITHOUT_THE_LINE = """

@@ -8,6 +8,7 @@ So are gaps that are long and rare.
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections import Counter
@@ -383,7 +384,7 @@ class MeasuredSteps(Mode):
             )
         self.device = self.parameters[0].device
         self.waits.device = self.device
-        self._long_gaps.gpu = self.device if self.device.type == "cuda" else None
+        self._long_gaps.note_device(self.device)
         if self.device.type != self.expected_device:
             raise InputError(
                 f"{name} trains on {self.device.type}, but {self.expected_device} is to be "
@@ -447,13 +448,13 @@ class MeasuredSteps(Mode):
 
     @property
     def loader_batches(self) -> int:
-        """Batches that the loader of this worker gives out in an epoch; 0: unknown."""
-        return length_of(self.loader) or 0
+        """Batches of this worker's loader that an epoch takes; 0: unknown."""
+        return int(min(length_of(self.loader) or 0, _most_batches(self.found[0])))
 
     @property
     def loader_mean(self) -> float:
         """Mean samples in a batch, for a sampler whose batches have no fixed size; else 0."""
-        batches = self.loader_batches * self.env.world_size
+        batches = (length_of(self.loader) or 0) * self.env.world_size
         if not batches or LoaderPass(self.loader).size:
             return 0.0
         return self.loaded_samples / batches
@@ -463,6 +464,13 @@ class MeasuredSteps(Mode):
         """Tell whether each item of the loader is a whole batch, made by the data set."""
         usual = self.forward_samples.most_common(1)
         return LoaderPass(self.loader).gives_items and bool(usual) and usual[0][0] > 1
+
+
+def _most_batches(model: nn.Module) -> float:
+    """Return the batches to which Lightning's Trainer limits an epoch; inf: it does not."""
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    trainer = getattr(module, "_trainer", None)
+    return float(getattr(trainer, "num_training_batches", math.inf))
 
 
 def _synchronize_again(model: DistributedDataParallel) -> None:

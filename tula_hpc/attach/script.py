@@ -378,8 +378,7 @@ OF_EPOCHS = re.compile(r"(--|([\w.]+\.)?)((n|num|number[_-]of|max|total|train)[_
 # whole names of options for nodes: the cluster's if the default is 1, else perhaps a graph's
 OF_NODES = re.compile(r"(--|([\w.]+\.)?)(((n|num)[_-]?)?nodes|nnodes)=?")
 # parts of the names of options that set the steps of the whole training
-UNITS = ("_step", "-step", "_iter", "-iter")
-OF_STEPS = [most + unit for most in ("max", "total", "num", "train") for unit in UNITS]
+OF_STEPS = ("(max|total|train)[_-](step|iter)", "num[_-](step|iter)", r"\bn[_-]?iter")
 # option for the batch of a step over all workers, which may be counted in tokens
 OF_TOTAL = re.compile(r"(total|global|effective)\w*batch|batch\w*(total|global|effective|tokens)")
 
@@ -448,8 +447,8 @@ def steps_asked(arguments: Sequence[str], options: ParsedOptions) -> set[int]:
 
 def _of_steps(flags: Sequence[str]) -> Sequence[str]:
     """Return parts of the names of options for all steps, by all options of the script."""
-    is_rollout = collects_rollouts(flags)
-    return [name for name in OF_STEPS if not (is_rollout and name.startswith("num"))]
+    # where rollouts are collected, numbers of steps or iterations may be those of a rollout
+    return OF_STEPS[:1] if collects_rollouts(flags) else OF_STEPS
 
 
 def _of_a_sample(flag: str, total: int, samples: int) -> int:

@@ -37,7 +37,7 @@ from tula_hpc.attach.measured_steps import MeasuredSteps
 from tula_hpc.attach.reporting import ChildSpec, ProcessMessage, leave
 from tula_hpc.attach.script_course import OPTIMIZER_STEPS, ScriptCourse
 from tula_hpc.attach.train.script_scaling import own_hook, require_averaged, require_dense
-from tula_hpc.batches import ENDLESS, LoaderPass, bytes_of
+from tula_hpc.batches import ENDLESS, LoaderPass, bytes_of, length_of
 from tula_hpc.config import ClusterSpec, SearchSpec, TrainingSpec
 from tula_hpc.ddp.stop_signals import Suspensions
 from tula_hpc.env import WorkerEnvironment, unix_time
@@ -52,7 +52,7 @@ from tula_hpc.records import Configuration, Identity, Measurement
 from tula_hpc.records.base import Record
 
 # steps until a loader has settled, and where the timing of a part begins and ends
-FEW_STEPS = 5
+BETWEEN_STEPS = 5
 # share of steps on a batch that has had a step before, from which on a script is refused
 MOST_AGAIN = 0.25
 
@@ -179,7 +179,7 @@ class ScriptProfile(MeasuredSteps):
     @property
     def _apart_steps(self) -> int:
         """Most steps of a profile in addition to its warm-up and the steps timed in rounds."""
-        return self.awaited + self.course.turn + OPTIMIZER_STEPS + 2 * PASSES + FEW_STEPS
+        return self.awaited + self.course.turn + OPTIMIZER_STEPS + 2 * PASSES + BETWEEN_STEPS
 
     def _remedy(self) -> str:
         """Return advice on how to get more steps from a script; its options may have any name."""
@@ -394,6 +394,14 @@ class ScriptProfile(MeasuredSteps):
             sources=self.settings.sources,
         )
 
+    def _drawn_samples(self) -> int:
+        """Return the samples that an epoch of this worker takes from its data set; 0: unknown."""
+        loader_pass = LoaderPass(self.loader)
+        # a sampler may draw another number of samples than the data set has
+        drawn = self.loaded_samples and (loader_pass.drawn or self.loaded_samples)
+        is_limited = self.loader_batches < (length_of(self.loader) or 0)
+        return min(drawn, self.loader_batches * loader_pass.size) if is_limited else drawn
+
     def _seen(self) -> dict[str, Any]:
         """Return observations of the script's training, for people."""
         return {
@@ -404,9 +412,7 @@ class ScriptProfile(MeasuredSteps):
             "forward_batch": self._batch(),
             "accumulation": self.step_passes.usual,
             "loader_workers": self.loader_workers,
-            # a sampler may draw another number of samples than the data set has
-            "samples": self.loaded_samples
-            and (LoaderPass(self.loader).drawn or self.loaded_samples),
+            "samples": self._drawn_samples(),
             "options": self.options._asdict(),
         }
 

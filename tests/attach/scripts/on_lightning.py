@@ -2,7 +2,7 @@
 
 on_lightning.py --batch-size 8 --epochs 2 [--samples 128] [--by-hand] [--accumulate 2] [--max-steps 14] [--width 32]
                 [--log FOLDER] [--pause 0.1] [--early] [--averaged] [--loader-workers 1]
-                [--stream] [--cycled] [--search] [--finder] [--plateau] [--anew] [--unfrozen]
+                [--limit-batches 5] [--stream] [--cycled] [--search] [--finder] [--plateau] [--anew] [--unfrozen]
 """
 
 from __future__ import annotations
@@ -120,6 +120,7 @@ def options_given() -> argparse.Namespace:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--max-steps", type=int, default=-1)
+    parser.add_argument("--limit-batches", type=int)
     parser.add_argument("--by-hand", action="store_true")
     parser.add_argument("--log", type=Path, default=Path("log"))
     parser.add_argument("--pause", type=float, default=0.0)
@@ -161,6 +162,7 @@ def main() -> None:
         num_nodes=max(1, world) // max(1, here),
         strategy="ddp" if world > 1 else "auto",
         accumulate_grad_batches=options.accumulate,
+        limit_train_batches=options.limit_batches,
         reload_dataloaders_every_n_epochs=int(options.anew),
         logger=False,
         enable_checkpointing=False,

@@ -63,6 +63,10 @@ class LongGaps:
         # when the device had done the last step's work; None: on a CPU
         self._done: torch.cuda.Event | None = None
 
+    def note_device(self, device: torch.device) -> None:
+        """Note the model's device, which is known from the first step on."""
+        self.gpu = device if device.type == "cuda" else None
+
     def step_ends(self, seconds: float) -> None:
         """Note a step of so many seconds of the host's, the gap before it included."""
         self._steps += 1
