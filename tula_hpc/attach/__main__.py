@@ -20,8 +20,9 @@ observations are printed.
     accumulation         forward passes in an optimizer step
     samples              samples in an epoch; 0: unknown
     loader_workers       loader processes
-    options              of the script's parser (argparse, click, typer, OmegaConf): `names` has the
-                         one with "batch", or the longest, by any name, `values` whole numbers by it
+    options              of the script's parser (argparse, click, typer, OmegaConf): `names` has for
+                         each name of an option the one with "batch", or the longest; `values` has
+                         the whole numbers by these
     device               "cpu" or "cuda"
     measurement          as a line of a run's measurements: times, memory, identity, noise_scale
     workload             the table [workload] of a sweep file, as far as it is known

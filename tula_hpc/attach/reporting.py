@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from tula_hpc.attach.hangs import Place, place_of
 from tula_hpc.attach.hooks.passes import Listener
-from tula_hpc.attach.hooks.step_hooks import Hooks
+from tula_hpc.attach.hooks.step_hooks import Hooks, Others
 from tula_hpc.attach.own_folder import Saved, spare_files
 from tula_hpc.attach.script import Script
 from tula_hpc.ddp.device_errors import broken_device
@@ -236,9 +236,9 @@ def kill_daemons() -> None:
 class Mode(Listener):
     """Work of a script's process in addition to running the script; base of all modes."""
 
-    def __init__(self, spec: ChildSpec) -> None:
+    def __init__(self, spec: ChildSpec, others: Others | None = None) -> None:
         self.spec = spec
-        self.hooks = Hooks(self, spec.counted_model)
+        self.hooks = Hooks(self, spec.counted_model, others)
         self.steps = 0
         # `time.perf_counter` at which the next sign of life is due; none before the first step
         self.sign_due = math.inf

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 # most steps in which the optimizer's part is timed
 OPTIMIZER_STEPS = 10
-# time for these steps: long ones are fewer, but never fewer than the least
+# seconds for them: of long steps fewer are timed, but at least LEAST_OPTIMIZER_STEPS
 OPTIMIZER_SECONDS = 5.0
 LEAST_OPTIMIZER_STEPS = 3
-# the same for the passes whose gradients are looked at
+# the same for the measurements of the noise scale
 NOISE_SECONDS = 10.0
 LEAST_PASSES = 2
 

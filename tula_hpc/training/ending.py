@@ -18,8 +18,9 @@ Course of a training on USR2 (before its time limit) and TERM (preemption, cance
 A script's training: the worker notes the signal (`attach/train/script_job.py`) and passes it on to
 the script's process. If the script has no handler of its own, that process notes the signal in the
 same way (`attach/train/script_training.py`). It agrees with the others after a step. With
-`tula.keep` it does so between two batches, and saves (`attach/train/keeping.py`). Once the process
-has ended, its worker goes on with 4.
+`tula.keep` it does so between two batches, and saves (`attach/train/keeping.py`). In a further
+training each process stops by itself, and its worker has those ended that still wait for it
+(`WorkerPeers.end_others`). Once the process has ended, its worker goes on with 4.
 
 A profile handles neither signal: submitit requeues it, see `launch/job_start.py`.
 """

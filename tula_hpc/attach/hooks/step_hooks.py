@@ -1,14 +1,12 @@
 """Find the step boundaries of a training script that does not know it is watched.
 
 torch has global hooks around `optimizer.step`, which fire for every optimizer, also for those that
-accelerate, Lightning and Hugging Face's Trainer wrap. The model that counts is the largest that the
-script wraps in `DistributedDataParallel`. If it wraps none, as with a single worker, the model is
-found at the first step: it is the module that holds the optimizer's parameters. Only steps of the
-optimizer that has the model's parameters count, so that those of a GAN's second optimizer do not.
+accelerate, Lightning and Hugging Face's Trainer wrap. The model that counts is the largest in
+`DistributedDataParallel`. Without any, as with a single worker, it is found at the first step: the
+module with the optimizer's parameters. A GAN's second optimizer has others, and does not count.
 
 A step that `GradScaler` skips fires no hook. Lightning runs forward and backward in a closure, in
 `optimizer.step`. It is wrapped: `gradients_ready` comes when it ends, before parameters change.
-
 Batches of torch's `DataLoader` are watched where its iterator gives them out. If a script loads in
 another way, the time between a step's end and the next forward pass is its wait for batches.
 """
@@ -64,6 +62,7 @@ FEW_AHEAD = 2
 KEPT_STEPS = 2
 # most steps of smaller models before the largest's first: a WGAN's critic may begin with a hundred
 MOST_AWAITED = 200
+Others = MutableMapping[Optimizer, bool]
 
 
 class Hooks:
@@ -81,14 +80,16 @@ class Hooks:
         source: Source of the last step's batches, or of the present one's; None: no step yet.
     """
 
-    def __init__(self, listener: Listener, counted: str | None = None) -> None:
+    def __init__(
+        self, listener: Listener, counted: str | None = None, others: Others | None = None
+    ) -> None:
         self.listener = listener
         # class name of the model that counts; None: the largest wrapped model counts
         self.counted = counted
         self.model: nn.Module | None = None
         self.inner_model: nn.Module | None = None
         self.optimizer: Optimizer | None = None
-        self.others: MutableMapping[Optimizer, bool] = {}
+        self.others: Others = {} if others is None else others
         # an optimizer with the same parameters has taken the place of the one that counted
         self._is_renewed = False
         self.has_repeated = False

@@ -176,7 +176,8 @@ class Keeper(SafePoints):
         first = loops[-1] if loops else 0
         while self.progress.epoch < first + count:
             epoch = self.progress.epoch - first
-            self.in_epoch, self.calls = True, 0
+            self.in_epoch = True
+            self.calls = 0
             self.begin_draws()
             try:
                 yield epoch
@@ -257,7 +258,8 @@ class Keeper(SafePoints):
         finally:
             self.in_batches = False
             stream.close()
-            self.progress.calls, self.progress.batches = self.calls, 0
+            self.progress.calls = self.calls
+            self.progress.batches = 0
             self.steps.end_steps_of_epoch()
 
     def note_beginning(self, loader: object) -> None:
@@ -275,7 +277,8 @@ class Keeper(SafePoints):
     def begin_epoch(self) -> None:
         """Note that an epoch begins, or the rest of an epoch. Collective."""
         self._begin()
-        self.in_epoch, self._stepped = True, self.progress.step
+        self.in_epoch = True
+        self._stepped = self.progress.step
         self.marked = time.perf_counter()
 
     def open(self, loader: Iterable[Any], begin: Callable[[], Iterator[Any]]) -> Stream:
@@ -315,7 +318,8 @@ class Keeper(SafePoints):
     def _stream(
         self, loader: Iterable[Any], begin: Callable[[], Iterator[Any]] | None = None
     ) -> Stream:
-        progress, passed = self.progress, None
+        progress = self.progress
+        passed: Passed | None = None
         self.history.load_from(loader, self.spec.world_size)
         if "loader" in self.saved_numbers:
             set_random_state(self.saved_numbers.pop("loader"), loader)
@@ -330,10 +334,10 @@ class Keeper(SafePoints):
             self.beginnings.go_on()
         self.history.catch_up()
         # count batches of the loader's present size
-        size, workers = batch_size_of(loader), self.spec.world_size
-        if passed is not None and size:
-            progress.batches = passed.samples // (size * workers)
-        progress.batch_size, progress.workers = size, workers
+        progress.batch_size = batch_size_of(loader)
+        progress.workers = self.spec.world_size
+        if passed is not None and progress.batch_size:
+            progress.batches = passed.samples // (progress.batch_size * progress.workers)
         return stream
 
     # saving and stopping

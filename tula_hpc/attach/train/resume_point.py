@@ -192,7 +192,7 @@ def _look_for_saved(
     resuming = []
     # an argument is a word, such as `latest`, for a checkpoint that the script looks for itself
     is_word = False
-    submitted = (job.submitted_at for job in run.history().submissions("train"))
+    submitted = (each.submitted_at for each in run.history().submissions("train"))
     # if events were lost, no file is known to be older than this training
     began_at = min(submitted, default=0.0)
     for argument in filled(given, values_of(job.sweep, job.configuration, work)):

@@ -74,7 +74,8 @@ def drift_settings(job: TrainJob) -> DriftSettings | None:
 
 def _in_other_parts(plan: Plan, job: TrainJob) -> bool:
     """Tell whether the job trains in more forward passes than planned, as memory ran out."""
-    work, known = job.sweep.workload, (plan.chosen, *plan.fallbacks, *plan.candidates)
+    work = job.sweep.workload
+    known = (plan.chosen, *plan.fallbacks, *plan.candidates)
     planned = [c.accumulation for c in known if c.configuration == job.configuration]
     return work.accumulates and work.accumulation not in planned
 

@@ -48,15 +48,14 @@ class ScriptTraining(Mode):
     """Counts the steps of a script and logs them, and ends it at a stop. Every worker has one."""
 
     def __init__(self, spec: ChildSpec) -> None:
-        super().__init__(spec)
+        # a script may train many models in turn, and needs the memory of those that it has let go
+        super().__init__(spec, others=WeakKeyDictionary())
         self.settings = TrainSettings.model_validate(spec.settings)
         self.stop = StopRequest()
         self.suspensions = Suspensions()
         self.run = RunDirectory(self.settings.root)
         self.files = self.run.train(self.settings.label)
         self.progress = ScriptProgress(**cast("dict[str, Any]", self.settings.progress))
-        # a script may train many models in turn, and needs the memory of those that it has let go
-        self.hooks.others = WeakKeyDictionary()
         self.scaling = scaling_of(self.settings.sweep, self.settings.configuration)
         self.drift: ScriptDrift | None = None
         if (compared := self.settings.drift) is not None:
@@ -77,9 +76,9 @@ class ScriptTraining(Mode):
         self._log_steps = self.settings.log_interval_steps
         # most samples of a pass that may be one batch's, however it was loaded
         self._usual = MUCH_MORE * self.settings.forward_batch or math.inf
-        # fewest samples that make a step at an epoch's end without a loader; samples of an epoch
-        # and that number by a loader's pass, and that pass
+        # fewest samples that make an epoch's last step, as far as no loader shows it
         self._least = 1 if self.settings.counts_steps else self.settings.global_batch
+        # samples of an epoch and that number, by the pass of a loader that was looked at last
         self._epoch = self.settings.samples, self._least
         self._epoch_by: LoaderPass | None = None
         # samples of this step on this worker, and those from before the loader began another pass
@@ -245,7 +244,7 @@ class ScriptTraining(Mode):
             self._obey(decision)
 
     def trains_further(self) -> None:
-        """See `Listener`. Where a further training has begun, no step that counts may follow."""
+        """See `Listener`. A worker obeys a stop by itself here: no step that counts may follow."""
         is_other = self.stop.received is not None and self.hooks.further_steps >= MOST_AWAITED
         if is_other and not self.is_kept:
             self.leave_stopped()
@@ -264,7 +263,7 @@ class ScriptTraining(Mode):
     def _note_first_step(self) -> None:
         model = self.hooks.inner_model
         self._device = device_of(model)
-        self._times.long_gaps.gpu = self._device if self._device.type == "cuda" else None
+        self._times.long_gaps.note_device(self._device)
         stop_as_others(self.stop, self.spec.world_size)
         # not at later steps, as a script may unfreeze layers for another optimizer
         if model is not None and (before := self.settings.parameters) is not None:
@@ -352,9 +351,9 @@ class ScriptTraining(Mode):
         self._paused_s += seconds
         if self._written != self.progress.step:
             return
-        paused_s, self._paused_s = max(0.0, self._paused_s), 0.0
         if self._is_between:
-            self.metrics.amend({"evaluation_time_s": paused_s})
+            self.metrics.amend({"evaluation_time_s": max(0.0, self._paused_s)})
+        self._paused_s = 0.0
         self._is_between = False
 
     def _meet(self) -> Agreement:
