@@ -20,14 +20,14 @@ import pytest
 
 from tests.fake_slurm import put_commands
 from tests.planning_data import failed, ok
-from tests.run_factory import EPOCHS, make_run, write_training
+from tests.run_factory import EPOCHS, candidate, make_run, plan, write_plan, write_training
 from tula_hpc.cli.changed_inputs import freeze
 from tula_hpc.cli.commands import COMMANDS
 from tula_hpc.config import PUT_BACK, ClusterSpec, SweepSpec, load_cluster, load_sweep
 from tula_hpc.errors import InputError, TrialError
 from tula_hpc.files import PLAN_WITHOUT_MEASUREMENTS
 from tula_hpc.formatting import command_line, format_duration
-from tula_hpc.records import Footprint, JobNote, RunDirectory, append_record
+from tula_hpc.records import Configuration, Footprint, JobNote, RunDirectory, append_record
 from tula_hpc.stages.batches_that_fit import Estimate
 from tula_hpc.sweep import main
 from tula_hpc.workloads.footprint import estimate_footprint
@@ -549,6 +549,10 @@ def test_how_jobs_are_submitted_may_change_while_a_run_goes_on(
     assert run.plan_file.exists()
     open_run(*inputs("account=rich", "train_minutes=2"), run.root)
     assert not run.plan_file.exists()
+    candidates = [candidate(Configuration(1, 1, batch)) for batch in (32, 64)]
+    write_plan(run, plan(candidates, other_objective=["objective.budget = 9.0"]))
+    open_run(*inputs("account=rich", "train_minutes=3"), run.root)
+    assert "by your sweep file, without objective.budget = 9.0 (tula plan --write)" in capsys.readouterr().err
     # nothing was measured between nodes
     open_run(*inputs("account=rich", "environment.GLOO_SOCKET_IFNAME=ib0"), run.root)
     append_record(run.profile / "n2-b32-0.jsonl", ok(2, 32))

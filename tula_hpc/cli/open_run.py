@@ -239,6 +239,7 @@ def _take_over(run: RunDirectory, path: Path, inputs: SweepSpec | ClusterSpec) -
         return
     with _locked_for_others(run):
         if that_matter(changes) or (sets_time(changes) and not _may_train(run)):
+            _warn_of_lost_objective(run)
             # first, so that a command killed in between leaves no plan that fits the old inputs
             run.plan_file.unlink(missing_ok=True)
         write_atomically(path, freeze(inputs))
@@ -246,6 +247,16 @@ def _take_over(run: RunDirectory, path: Path, inputs: SweepSpec | ClusterSpec) -
         sys.stderr.write(
             shown_line(f"{path}: {name_of(key)}: {was} before, {now} from now on") + "\n"
         )
+
+
+def _warn_of_lost_objective(run: RunDirectory) -> None:
+    with contextlib.suppress(RunDirectoryError):
+        if lost := run.read_plan().other_objective:
+            sys.stderr.write(
+                f"warning: {run.plan_file}: a new plan is made by your sweep file, without "
+                f"{', '.join(lost)} (tula plan --write); to keep that, end this command (Ctrl-C) and "
+                "set it there\n"
+            )
 
 
 def _is_fresh(root: Path) -> bool:
