@@ -1389,6 +1389,9 @@ def test_a_training_on_this_machine_has_one_cost_whenever_its_end_is_noticed(tmp
     assert shown.cost.train.source == shown.promise.told_by == "notes"
     nodes = run.read_plan().chosen.nodes
     assert train_hours(run) == pytest.approx(nodes * shown.promise.actual_s / 3600)
+    # as for a training of a study
+    run.plan_file.unlink()
+    assert train_hours(run) == pytest.approx(1800 / 3600)
 
 
 def test_the_age_of_a_copy_costs_nothing(tmp_path: Path) -> None:
@@ -1405,10 +1408,10 @@ def test_the_age_of_a_copy_costs_nothing(tmp_path: Path) -> None:
     assert train_hours(run) == pytest.approx(2 * result.wall_time_s / 3600), "only the result shows it"
     events += [Event(time=begun + 1800, event="finished", **common), Event(time=begun + 1810, event="ended", **common)]
     write_events(run, events)
-    assert train_hours(run) == pytest.approx(2 * 1810 / 3600)
+    assert train_hours(run) == pytest.approx(2 * 1800 / 3600)
     shutil.copytree(run.root, tmp_path / "copy")
     os.utime(RunDirectory(tmp_path / "copy").train().metrics_file)
-    assert train_hours(RunDirectory(tmp_path / "copy")) == pytest.approx(2 * 1810 / 3600)
+    assert train_hours(RunDirectory(tmp_path / "copy")) == pytest.approx(2 * 1800 / 3600)
 
 
 def write_events(run: RunDirectory, events: Sequence[Event]) -> None:

@@ -324,8 +324,13 @@ class Submission(JobEvents, SubmissionData):
 
     @property
     def last_sign_at(self) -> float:
-        """Unix time of the job's last recorded event, or of its submission."""
-        return self.events[-1].time if self.events else self.submitted_at
+        """Unix time of the job's own end, else of its last recorded event, or of its submission."""
+        last = self.events[-1].time if self.events else self.submitted_at
+        finished = _last_of(self.events, "finished")
+        # a command may notice the end much later; a job whose clock was set is not believed
+        if finished and self.submitted_at <= finished.time <= last:
+            return finished.time
+        return last
 
 
 def _submission(event: Event) -> Submission:
