@@ -14,9 +14,12 @@ Clusters, see `step_time_tables`: T4 (16 nodes of 1 to 4 GPUs), K80 (8 nodes of 
 
 Each number is a mean over a cluster's workloads: of the median relative error, of the share of points inside their 90 %
 interval (coverage), of the median of log(predicted / measured) (signed), and of the median half width of the intervals
-as a factor. The error of the paper's plain sum is given, too. The prior beliefs in `models.step_time_fit` were chosen
-on these tables; `left out` gives, for each cluster, the values of the four important ones that would have been chosen
-without it, and its error with these values.
+as a factor. The error of the paper's plain sum is given, too. Two more errors at the same points tell where the error
+comes from: `floor` is that of a fit to all points of the split; `error, growth and overlap known` is that of a fit to
+the few points that takes the ring share and the overlap from the fit to all.
+
+The prior beliefs in `models.step_time_fit` were chosen on these tables; `left out` gives, for each cluster, the values
+of the four important ones that would have been chosen without it, and its error with these values.
 """
 
 from __future__ import annotations
@@ -32,10 +35,13 @@ import numpy as np
 
 from tests.benchmarks.step_time_tables import Table, read_tables
 from tula_hpc.analysis.models import step_time_fit
+from tula_hpc.analysis.models.regression import Array
 from tula_hpc.analysis.models.step_time import StepTimeModel
 from tula_hpc.config.search import FormName
 
 FARTHEST = 8
+# prior spread of a coefficient that counts as known
+KNOWN_SPREAD = 1e-3
 # values of beliefs to choose from: ring share, its spread, congestion's spread, departures' spread
 CHOICES = list(itertools.product((0.6, 0.8, 1.0), (0.3,), (0.08, 0.15), (0.1, 0.15, 0.2)))
 
@@ -93,20 +99,49 @@ def _ends(table: Table, nodes: float, among: Any = True) -> Any:
     return inside & np.isin(table.local_batch, [batches.min(), batches.max()])
 
 
+def fitted(split: Split, rows: Table, form: FormName = "auto") -> StepTimeModel:
+    """Fit some rows of a split, with the computation if the split times it."""
+    compute = rows.compute_s if split.name in {"corners", "few on large nodes"} else None
+    return StepTimeModel(form).fit(rows.nodes, rows.local_batch, rows.step_s, rows.per_node, compute)
+
+
+def ratios(model: StepTimeModel, rows: Table) -> Array:
+    """Return predicted over measured steps."""
+    return model.predict(rows.nodes, rows.local_batch, rows.per_node) / rows.step_s
+
+
+def error(ratio: Array) -> float:
+    """Return the median relative error."""
+    return float(np.median(np.abs(ratio - 1.0)))
+
+
 def score(split: Split, form: FormName = "auto") -> Score:
     """Fit the rows seen, and predict the others."""
-    seen, others = split.seen, split.others
-    compute = seen.compute_s if split.name in {"corners", "few on large nodes"} else None
-    model = StepTimeModel(form).fit(seen.nodes, seen.local_batch, seen.step_s, seen.per_node, compute)
-    points = (others.nodes, others.local_batch, others.per_node)
-    ratio = model.predict(*points) / others.step_s
-    low, high = model.interval(*points)
+    others = split.others
+    model = fitted(split, split.seen, form)
+    ratio = ratios(model, others)
+    low, high = model.interval(others.nodes, others.local_batch, others.per_node)
     return Score(
-        error=float(np.median(np.abs(ratio - 1.0))),
+        error=error(ratio),
         coverage=float(np.mean((low <= others.step_s) & (others.step_s <= high))),
         signed=float(np.median(np.log(ratio))),
         width=float(np.sqrt(np.median(high / low))),
     )
+
+
+def floor(split: Split) -> tuple[float, float]:
+    """Return the errors of a fit to all rows, and of one to the rows seen that knows growth and overlap from it."""
+    of_all = fitted(split, split.seen.joined(split.others))
+    believed = step_time_fit.BELIEFS["nccl"]
+    step_time_fit.BELIEFS["nccl"] = believed._replace(
+        ring_share=of_all.parameters_["ring_share"],
+        ring_spread=KNOWN_SPREAD,
+        overlap_share=of_all.parameters_["overlap_share"],
+        overlap_spread=KNOWN_SPREAD,
+    )
+    knowing = fitted(split, split.seen)
+    step_time_fit.BELIEFS["nccl"] = believed
+    return error(ratios(of_all, split.others)), error(ratios(knowing, split.others))
 
 
 def summarize(scores: dict[tuple[str, str], list[Score]]) -> dict[str, dict[str, dict[str, float]]]:
@@ -125,6 +160,14 @@ def all_scores(form: FormName = "auto", only: frozenset[str] | None = None) -> d
         if only is None or split.name in only:
             found.setdefault((split.name, split.cluster), []).append(score(split, form))
     return found
+
+
+def all_floors() -> dict[tuple[str, str], list[float]]:
+    """Return the means of `floor` over the workloads, by the split's name and cluster."""
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for split in splits():
+        found.setdefault((split.name, split.cluster), []).append(floor(split))
+    return {key: np.mean(rows, axis=0).tolist() for key, rows in found.items()}
 
 
 def left_out() -> dict[str, Any]:
@@ -160,13 +203,17 @@ def left_out() -> dict[str, Any]:
 def main(output: Path) -> None:
     """Score all splits, print the table, write the JSON."""
     model, paper = summarize(all_scores()), summarize(all_scores("paper"))
-    print(f"{'split':20} {'cluster':8} error (paper)  coverage  signed  width")
+    floors = all_floors()
+    print(f"{'split':20} {'cluster':8} error (paper)  coverage  signed  width  floor  growth and overlap known")
     for name, by_cluster in model.items():
         for cluster, row in by_cluster.items():
             row["error, paper's form"] = paper[name][cluster]["error"]
+            row["floor"], known = floors[name, cluster]
+            row["error, growth and overlap known"] = known
             print(
                 f"{name:20} {cluster:8} {row['error']:5.1%} ({row['error, paper' + chr(39) + 's form']:5.1%})"
                 f"  {row['coverage']:7.1%} {row['signed']:+7.3f}  x{row['width']:.2f}"
+                f"  {row['floor']:5.1%}  {known:5.1%}"
             )
     found = {"splits": model, "left out": left_out()}
     print(json.dumps(found["left out"], indent=1))
