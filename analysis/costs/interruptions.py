@@ -33,13 +33,14 @@ from typing import NamedTuple
 import numpy as np
 
 from tula_hpc.analysis.costs.spread import MOMENT_S, Array
-from tula_hpc.config import CHECKPOINT_MINUTES, PricingSpec, WorkloadSpec
+from tula_hpc.config import PricingSpec, WorkloadSpec
 from tula_hpc.formatting import format_duration
 from tula_hpc.records import CREDIBLE_S, Event, RunHistory
 
 # training checks about once a second whether to save; a shorter interval gains nothing
 MIN_INTERVAL_S = 10.0
-MOST_S = 60.0 * CHECKPOINT_MINUTES
+# as the key training.checkpoint_minutes says
+MOST_S = 300.0
 # largest share of the training time that saving may take
 MAX_SHARE = 0.03
 

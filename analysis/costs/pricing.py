@@ -215,7 +215,7 @@ def _saved_every_s(
     epoch_s = usage.train_time_s / usage.epochs
     if resume is not Resume.CHECKPOINT:
         return np.maximum(epoch_s, MOMENT_S)
-    if training.checkpoint_minutes is not None:
+    if training.checkpoint_s is not None:
         every_s = np.full_like(usage.nodes, training.checkpoint_s)
         return interruptions.with_epoch_ends_s(every_s, epoch_s, 0.0)
     between_s = np.full_like(usage.nodes, training.interruption_hours * HOUR_S)

@@ -29,6 +29,6 @@ from tula_hpc.config.sweep import (
     study_part,
     sweep_for,
 )
-from tula_hpc.config.training import CHECKPOINT_MINUTES, AgsOptions, LrScaling, Method, TrainingSpec
+from tula_hpc.config.training import AgsOptions, LrScaling, Method, TrainingSpec
 from tula_hpc.config.validation import GIB, Spec, exposure_warning, is_hidden, leaves
 from tula_hpc.config.workload import WorkloadSpec

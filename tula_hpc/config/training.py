@@ -98,8 +98,6 @@ def _shortness(count: int, many: int) -> float:
     return min(1.0, max(0.0, math.log2(many / count)))
 
 
-# longest time between two checkpoints by default, unless saving costs too much
-CHECKPOINT_MINUTES = 5.0
 # share of the samples that a single worker spends on extra passes where norms are otherwise free
 PASS_SHARE = 0.02
 Method = Literal["ags", "static", "lbt", "lrs", "sqrt", "lars", "lamb", "polo", "adascale"]
@@ -279,10 +277,9 @@ class TrainingSpec(Spec):
         return 2 if self.ags.granularity == "element" else 1
 
     @property
-    def checkpoint_s(self) -> float:
-        """Seconds between two checkpoints in a plan; unless given, training may choose others."""
-        given = self.checkpoint_minutes
-        return 60.0 * (CHECKPOINT_MINUTES if given is None else given)
+    def checkpoint_s(self) -> float | None:
+        """Seconds between two checkpoints; None if these follow from the cost of a checkpoint."""
+        return None if self.checkpoint_minutes is None else 60.0 * self.checkpoint_minutes
 
     @model_validator(mode="after")
     def _bounds(self) -> TrainingSpec:

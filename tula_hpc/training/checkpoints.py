@@ -90,8 +90,8 @@ class Checkpoints(SafePoints):
             seen=progress.interruptions,
             over_s=progress.train_time_s + progress.epoch_time_s,
         )
-        fixed_s = None if options.checkpoint_minutes is None else options.checkpoint_s
-        self.begin_saving(interruptions, fixed_s, self.local_states, self.training.files.root)
+        root = self.training.files.root
+        self.begin_saving(interruptions, options.checkpoint_s, self.local_states, root)
 
     def state(self) -> dict[str, Any]:
         """See `SafePoints`."""

@@ -199,8 +199,6 @@ class ScriptJob:
         more: dict[str, Any] = {}
         if job.measured is not None:
             more["parameters"] = job.measured.parameters
-        if options.checkpoint_minutes is not None:
-            more["fixed_s"] = options.checkpoint_s
         if options.scales:
             more["sweep"] = job.sweep.model_dump(mode="json")
         settings = TrainSettings(
@@ -218,6 +216,7 @@ class ScriptJob:
             job_began_at=job_started_at(),
             between_s=prior.prior_s,
             between_is_known=prior.is_known,
+            fixed_s=options.checkpoint_s,
             configuration=job.configuration,
             drift=self.compared_with,
             **more,
