@@ -147,11 +147,7 @@ class SafePoints:
     # save and stop
 
     def begin_saving(
-        self,
-        interruptions: Interruptions,
-        fixed_s: float | None,
-        own: OwnState | None,
-        root: Path,
+        self, interruptions: Interruptions, fixed_s: float | None, own: OwnState | None, root: Path
     ) -> None:
         """Save from now on, at the user's interval, `fixed_s`, or as the interruptions require.
 

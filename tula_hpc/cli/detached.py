@@ -275,10 +275,7 @@ def _wait_for_controllers(sweep: Sweep) -> None:
 
 
 def _show(
-    sweep: Sweep,
-    progress: StageProgress,
-    now: JobsNow,
-    show_training: Callable[[JobsNow], None],
+    sweep: Sweep, progress: StageProgress, now: JobsNow, show_training: Callable[[JobsNow], None]
 ) -> None:
     if sweep.spec.study is not None:
         cells = sweep.spec.study.cells()

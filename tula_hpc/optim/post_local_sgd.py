@@ -36,10 +36,7 @@ class EpochAverager(ModelAverager):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        synchronous_epochs: int,
-        group: dist.ProcessGroup | None = None,
+        self, model: nn.Module, synchronous_epochs: int, group: dist.ProcessGroup | None = None
     ) -> None:
         super().__init__(group)
         trained = (p for p in model.parameters() if p.requires_grad)

@@ -50,10 +50,7 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+) in ', re.MULTILINE)
 
 
 def rehearse(
-    spec: SweepSpec,
-    cluster: ClusterSpec,
-    files: tuple[Path, Path],
-    memory: Sequence[str] = (),
+    spec: SweepSpec, cluster: ClusterSpec, files: tuple[Path, Path], memory: Sequence[str] = ()
 ) -> Trial | str:
     """Try the workload; return the findings, or the reason why it could not be tried.
 

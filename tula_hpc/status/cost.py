@@ -17,14 +17,7 @@ from tula_hpc.analysis.costs.training_bill import Source as BillSource
 from tula_hpc.analysis.costs.usage import actual_use, job_runs, only_waiting_s
 from tula_hpc.config import ClusterSpec
 from tula_hpc.formatting import HOUR_S, format_money, format_number
-from tula_hpc.records import (
-    MAIN_LABEL,
-    Configuration,
-    JobAccount,
-    Measurement,
-    Record,
-    Submission,
-)
+from tula_hpc.records import MAIN_LABEL, Configuration, JobAccount, Measurement, Record, Submission
 from tula_hpc.status.jobs import JobPhase, JobStatus, in_phase, of_stage
 from tula_hpc.status.run_files import Facts
 

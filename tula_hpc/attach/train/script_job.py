@@ -133,9 +133,7 @@ class ScriptJob:
         if self.start_file.exists():
             before = Start(**json.loads(self.start_file.read_text()))
             start = Start(
-                restarts=before.restarts + 1,
-                started_at=before.started_at,
-                starts_s=before.starts_s,
+                restarts=before.restarts + 1, started_at=before.started_at, starts_s=before.starts_s
             )
             if not any(self.files.checkpoints.glob("*.tula")):
                 how = begin_where_the_script_does(start, self.job, self.work)
