@@ -6,7 +6,13 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from tula_hpc.cli.options import STAGES, add_input_options, load_inputs, refuse_impossible, run_root
+from tula_hpc.cli.options import (
+    STAGES,
+    add_input_options,
+    load_inputs,
+    refuse_impossible,
+    run_root,
+)
 from tula_hpc.command_errors import NOTHING_BEGUN, CommandParser, command
 from tula_hpc.errors import InputError
 from tula_hpc.study import run, status_at_end
