@@ -866,6 +866,10 @@ def test_an_interrupt_ends_a_command_though_slurm_does_not_answer(
     output = capsys.readouterr().err
     assert "interrupted. To continue, run the same command again, or from anywhere: cd " in output
     assert "unless they are over: Slurm does not answer; to cancel them: scancel 7" in output
+    assert " --detach\n" not in output
+    monkeypatch.setattr("tula_hpc.cli.detached.carry_on_detached", interrupted)
+    assert command.work(sweep, "report", detach=True) == 130
+    assert " --detach\n" in capsys.readouterr().err
 
 
 def test_an_interrupt_before_the_work_is_reported(

@@ -372,7 +372,7 @@ def work(sweep: Sweep, until: str, *, detach: bool = False, here: bool = False) 
             return carry_out(sweep, until)
     except KeyboardInterrupt:
         with _undisturbed():
-            say_interrupted(sweep, until)
+            say_interrupted(sweep, until, detach=detach)
         return INTERRUPTED
 
 
@@ -396,7 +396,7 @@ def _refuse_changed_meanwhile(sweep: Sweep) -> None:
         )
 
 
-def say_interrupted(sweep: Sweep, until: str) -> None:
+def say_interrupted(sweep: Sweep, until: str, *, detach: bool = False) -> None:
     """Say what goes on without this command, how to continue, and how to cancel the jobs."""
     jobs = jobs_on_record(sweep.run, "profile", "train", "control")
     states, unless = "", ", unless they are over: Slurm does not answer"
@@ -415,7 +415,7 @@ def say_interrupted(sweep: Sweep, until: str) -> None:
         here = sweep.command(*again, "--take-over")
         sys.stderr.write(f"\ninterrupted; {goes_on}. To carry on here: {here}\n")
     else:
-        same = sweep.command(*again)
+        same = sweep.command(*again, *(["--detach"] if detach else []))
         sys.stderr.write(
             f"\ninterrupted. To continue, run the same command again, or from anywhere: {same}\n"
         )
