@@ -246,11 +246,13 @@ def test_lightnings_search_for_a_batch_is_refused_by_its_name(tmp_path: Path, ho
     assert outcome.message.detail.startswith(words)
 
 
-def test_an_epoch_has_no_more_batches_than_lightning_is_limited_to(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_epoch_has_no_more_batches_than_lightning_is_limited_to(tmp_path: Path, workers: int) -> None:
     arguments = ("--batch-size", str(BATCH), "--epochs", "1000", "--samples", "64", "--limit-batches", "5")
     with forking_scripts():
-        (outcome,) = profiled(LIGHTNING, arguments, tmp_path)
-    assert outcome.message.result["samples"] == measurement_of(outcome).epoch_samples == 5 * BATCH
+        outcome, *_ = profiled(LIGHTNING, arguments, tmp_path, workers)
+    assert measurement_of(outcome).epoch_samples == 5 * BATCH * workers
+    assert outcome.message.result["samples"] == 5 * BATCH
 
 
 WITHOUT_THE_LINE = """
