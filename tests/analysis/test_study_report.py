@@ -19,6 +19,7 @@ from tests.run_factory import pages_alone
 from tests.study_factory import STUDY, SWEEP, accuracy, make_study
 from tula_hpc.analysis.figures.drawing import Drawing, Missing
 from tula_hpc.analysis.figures.study.accuracy import (
+    column_key,
     column_keys,
     delta_groups,
     draw_study_accuracy,
@@ -508,6 +509,8 @@ def test_batches_are_in_order_whatever_the_files_order(tmp_path: Path) -> None:
 
 def test_more_methods_than_colours_and_long_names_can_be_distinguished() -> None:
     names = ["lbt", *(f"m{i}" for i in range(len(SIZES) + 1))]
+    shapes = [column_key(names, name).marker for name in names]
+    assert shapes.count(column_key(names, "lbt").marker) == 1
     looks = {(key.colour, key.line) for key in column_keys(names, names)}
     assert len(looks) == len(names)
 
@@ -537,6 +540,9 @@ def test_factors_of_several_sizes_are_drawn_by_their_logarithms(run: RunDirector
     for axes in drawn.figure.axes:
         assert axes.get_xscale() == scale
         x, heights = (np.asarray(values, dtype=np.float64) for values in axes.lines[0].get_data())
+        low, high = axes.get_xlim()
+        assert low <= x[0] < x[-1] <= high
+        assert max(heights[0], heights[-1]) < 0.02 * heights.max(), "a curve is cut"
         assert np.trapezoid(heights, np.log(x) if scale == "log" else x) == pytest.approx(1.0, abs=0.05)
 
 

@@ -28,7 +28,8 @@ ACCURACY_COLUMNS = ("test_accuracy_percent", "deviation_percent")
 def column_key(columns: Sequence[str], name: str) -> style.Key:
     """Return the look of a method: plain training is grey, those beyond all colours are dotted."""
     if name == REFERENCE_COLUMN:
-        return style.Key(name, "o", "-")
+        # no other method has this shape
+        return style.Key(name, "<", "-")
     index = [column for column in columns if column != REFERENCE_COLUMN].index(name)
     look = style.size_style(range(len(columns)), index)._replace(text=name, line="-")
     if index >= len(style.SIZES):

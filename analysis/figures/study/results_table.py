@@ -190,6 +190,6 @@ def _caption(contents: StudyContents) -> str:
         f"Test {kind} at the end of {epochs}, {over}; below it the accuracy on training samples, "
         "and how much of what plain large-batch training (lbt) lost against the small batch was "
         "recovered; below 0 %, even more was lost. Darker cells have higher means at their batch. "
-        f"Dark frame: best of the batch (bold){near}; red frame: worst. "
+        f"Dark frame: best of the batch (bold){near}; red: worst. "
         "Runs that diverged are counted but not in the means; for the frames they count as 0."
     )

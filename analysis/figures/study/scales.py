@@ -19,6 +19,8 @@ from tula_hpc.records import Metrics
 
 # least relative spread of scales with a density; less is a single value
 LEAST_SPREAD = 1e-3
+# standard deviations of the kernel by which a curve goes on at each end
+TAIL = 3.0
 POINTS = 200
 
 Values = NDArray[np.float64]
@@ -52,13 +54,15 @@ def draw_study_scale(contents: StudyContents, table: StudyTable) -> Drawing | Mi
     wide = bool(0 < everything.min() < everything.max() / style.LOG_RATIO)
     label = "factor on the gradient, mean over parameters"
     with style.new_figure(title, 0.6 + 1.7 * count, ratios=[1] * count) as (figure, panels):
-        if wide:
-            style.amount_axis(panels[-1], everything, label)
-        else:
-            panels[-1].set_xlabel(label)
+        panels[-1].set_xlabel(label)
         for axes, (batch, here) in zip(panels, scales.items(), strict=True):
             _draw_scales_of_batch(axes, here, table.columns, wide=wide)
             axes.set_ylabel(f"density\nB = {batch:,}")
+        if wide:
+            # up to the ends of all curves
+            low = min(axes.dataLim.x0 for axes in panels)
+            high = max(axes.dataLim.x1 for axes in panels)
+            style.amount_axis(panels[-1], [low, high], label)
         keys = column_keys(table.columns, names)
         style.legend(panels[0], keys, left=-0.02)
     return Drawing("study_scale", title, _scale_caption(wide=wide), figure, _scale_table(scales))
@@ -88,6 +92,11 @@ def _scales_by_batch(contents: StudyContents, table: StudyTable) -> dict[int, di
     return scales
 
 
+def bandwidth(values: Values) -> float:
+    """Return the standard deviation of the kernel of `density`, by Scott's rule."""
+    return float(np.std(values, ddof=1) * len(values) ** -0.2)
+
+
 def density(values: Values, at: Values) -> Values:
     """Return a Gaussian kernel density at the places `at`, with Scott's bandwidth."""
     # this import takes most of a second, and a sweep's report does not need it
@@ -106,7 +115,7 @@ def _draw_scales_of_batch(
         drawn = {name: np.log(values) for name, values in scales.items()}
         unscaled = 0.0
     everything = np.concatenate([*drawn.values(), [unscaled]])
-    margin = 0.2 * max(float(np.ptp(everything)), 0.1)
+    margin = TAIL * max(map(bandwidth, drawn.values()))
     least = everything.min() - margin
     if not wide:
         least = max(0.0, least)
