@@ -16,10 +16,12 @@ from pathlib import Path
 # imported by an optimizer's first step: imported here once, no forked process has to do it again
 import torch._dynamo  # noqa: F401
 
-from tula_hpc.env import SECRET_FILE
+from tula_hpc.env import SECRET_FILE, WorkerEnvironment
 from tula_hpc.records.base import Record
 
 ROOT = Path(__file__).parents[1]
+# a single worker, which needs no others and so no process of its own
+ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 # value of RES_OPTIONS: torch looks up names of addresses, and a DNS server that does not answer must not delay it
 QUICK_NAMES = "timeout:1 attempts:1"
 

@@ -117,12 +117,7 @@ class LockstepGroup(dist.ProcessGroup):
         return self._ask("barrier", [], [])
 
     def _ask(
-        self,
-        operation: str,
-        given: Sequence[Tensor],
-        taken: Sequence[Tensor],
-        kind: str = "",
-        root: int = -1,
+        self, operation: str, given: Sequence[Tensor], taken: Sequence[Tensor], kind: str = "", root: int = -1
     ) -> dist.Work:
         shapes = tuple((tuple(tensor.shape), str(tensor.dtype)) for tensor in given)
         arrays = [tensor.detach().numpy() for tensor in given]
@@ -139,12 +134,7 @@ class LockstepGroup(dist.ProcessGroup):
 
 
 def _name_of(operation: Any) -> str:
-    known = {
-        "SUM": dist.ReduceOp.SUM,
-        "MAX": dist.ReduceOp.MAX,
-        "MIN": dist.ReduceOp.MIN,
-        "AVG": dist.ReduceOp.AVG,
-    }
+    known = {"SUM": dist.ReduceOp.SUM, "MAX": dist.ReduceOp.MAX, "MIN": dist.ReduceOp.MIN, "AVG": dist.ReduceOp.AVG}
     (name,) = (name for name, each in known.items() if operation == each)
     return name
 

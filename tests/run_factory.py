@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tula_hpc.analysis.run_contents import RunContents
-from tula_hpc.config import SweepSpec
+from tula_hpc.config import SweepSpec, load_cluster, load_frozen_sweep
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.records import (
     Candidate,
@@ -29,6 +29,7 @@ from tula_hpc.records import (
     append_record,
     write_atomically,
 )
+from tula_hpc.stages.context import Sweep
 
 MIB = 1024**2
 DATASET_SAMPLES = 50_000
@@ -389,6 +390,18 @@ LATE_SWEEP = SweepSpec.model_validate(
         "training": {"log_interval_steps": 1, "method": "lbt"},
     }
 )
+
+
+def sweep_of(run: RunDirectory) -> Sweep:
+    """Return the sweep of a run by the files in it."""
+    return Sweep(load_frozen_sweep(run.sweep_file), load_cluster(run.cluster_file), run)
+
+
+def script_spec(folder: Path, **workload: object) -> SweepSpec:
+    """Return the sweep of a script, which is made in the folder."""
+    (folder / "train.py").touch()
+    script = {"script": str(folder / "train.py"), "arguments": ["{local_batch}"], "samples": 640, "epochs": 3}
+    return SweepSpec.model_validate({"name": "x", "workload": script | workload})
 
 
 def late_plan() -> Plan:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import tomli_w
 
+from tests.known import known
 from tula_hpc.config import StudyCell, SweepSpec
 from tula_hpc.records import EpochMetrics, RunDirectory, StepMetrics, TrainResult, write_atomically
 
@@ -47,8 +48,7 @@ def make_study(
     spec = SweepSpec.model_validate(tables)
     run = RunDirectory(root).create()
     write_atomically(run.sweep_file, tomli_w.dumps(spec.model_dump(mode="json", exclude_none=True)))
-    assert spec.study is not None
-    for cell in spec.study.cells():
+    for cell in known(spec.study).cells():
         run.train(cell.label).root.mkdir(parents=True)
         reached = outcome(cell)
         write_atomically(run.train(cell.label).result_file, result(spec, cell, reached).model_dump_json())

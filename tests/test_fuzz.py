@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import tracemalloc
@@ -268,9 +267,3 @@ def test_whatever_the_umask_nobody_else_may_write(umask: int) -> None:
         assert os.umask(0) == umask | 0o022
     finally:
         os.umask(before)
-
-
-def test_a_plan_is_written_within_what_is_believed(run: RunDirectory) -> None:
-    """The program can read everything that it writes."""
-    plan = run.read_plan()
-    assert all(math.isfinite(candidate.cost) for candidate in plan.candidates)

@@ -11,14 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.known import known
 from tula_hpc.failure_kinds import Failure
-from tula_hpc.process_memory import (
-    descendants_processor_s,
-    free_device_share,
-    held_by_others,
-    out_of_memory,
-    parent_of,
-)
+from tula_hpc.process_memory import descendants_processor_s, free_device_share, held_by_others, out_of_memory, parent_of
 
 NCCL = (
     "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.28.9"
@@ -128,8 +123,7 @@ GIB = 1024**3
 
 
 @pytest.mark.parametrize(
-    ("free", "reserved", "allocated", "share"),
-    [(1, 0, 0, 1 / 32), (0, 30, 30, 0.0), (0, 30, 6, 24 / 32)],
+    ("free", "reserved", "allocated", "share"), [(1, 0, 0, 1 / 32), (0, 30, 30, 0.0), (0, 30, 6, 24 / 32)]
 )
 def test_memory_that_the_allocator_holds_but_nobody_uses_is_free(
     monkeypatch: pytest.MonkeyPatch, free: int, reserved: int, allocated: int, share: float
@@ -169,8 +163,7 @@ def test_processor_time_of_processes_that_have_ended_still_counts() -> None:
     alone = descendants_processor_s()
     assert alone - before >= 0.25
     with subprocess.Popen([sys.executable, "-c", SERVES], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
-        assert server.stdout is not None
-        assert server.stdout.readline() == b"ended\n"
+        assert known(server.stdout).readline() == b"ended\n"
         serving = descendants_processor_s()
         assert serving - alone >= 0.25
         server.communicate()

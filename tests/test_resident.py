@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.known import known
 from tula_hpc import process_memory as resident
 
 MIB = 1024**2
@@ -43,11 +44,9 @@ def test_memory_of_grandchildren_counts() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLDS_MEMORY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
+        assert known(child.stdout).readline() == "ready\n"
         assert resident.descendants_private_bytes() - before > 64 * MIB
-        assert child.stdin is not None
-        child.stdin.close()
+        known(child.stdin).close()
     assert resident.descendants_private_bytes() < before + 32 * MIB
 
 

@@ -20,8 +20,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.checkpoint.test_checkpoint import forge, torch_bytes
+from tests.checkpoint.test_checkpoint import forge, torch_bytes, zipped
 from tests.fuzzing import fuzz
+from tests.known import known
+from tula_hpc.analysis.report.output import replace_files
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, load_cluster, load_sweep
 from tula_hpc.errors import CheckpointError, InputError, RunDirectoryError
@@ -234,8 +236,6 @@ def test_a_label_does_not_lead_out_of_the_run_directory(tmp_path: Path, label: s
 
 
 def test_a_report_is_not_written_behind_a_link(tmp_path: Path) -> None:
-    from tula_hpc.analysis.report.output import replace_files
-
     (tmp_path / "mine").mkdir(mode=0o700)
     (tmp_path / "mine" / "knee.svg").touch()
     (tmp_path / "report").symlink_to(tmp_path / "mine")
@@ -306,18 +306,8 @@ def test_a_strangers_checkpoint_is_passed_over(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
     good, bad = (store.save({"x": samples}, samples_seen=samples) for samples in (1, 2))
     give_away(bad)
-    loaded = store.load_latest()
-    assert loaded is not None
+    loaded = known(store.load_latest())
     assert (loaded.path, loaded.rejected) == (good, [(bad, f"belongs to user id {STRANGER}, not to you")])
-
-
-def archive(pickled: bytes, *, packed: bool = False, more: dict[str, bytes] | None = None) -> bytes:
-    file = io.BytesIO()
-    method = zipfile.ZIP_DEFLATED if packed else zipfile.ZIP_STORED
-    with zipfile.ZipFile(file, "w", method) as made:
-        for name, content in {"archive/data.pkl": pickled, "archive/version": b"3\n", **(more or {})}.items():
-            made.writestr(name, content)
-    return file.getvalue()
 
 
 def ask(name: str, argument: bytes) -> bytes:
@@ -345,18 +335,18 @@ def huge_tensor() -> bytes:
 MANY = 40_000
 TEN_GIB = b"\x8a\x05\x00\x00\x00\x80\x02"
 BOMBS: dict[str, tuple[Callable[[], bytes], str]] = {
-    "bytearray": (lambda: archive(ask("builtins.bytearray", TEN_GIB)), "a reference to builtins.bytearray"),
-    "tensor": (lambda: archive(ask("torch.Tensor", TEN_GIB)), "a reference to torch.Tensor"),
-    "old tensor": (lambda: archive(ask("torch.FloatTensor", TEN_GIB)), "a reference to torch.FloatTensor"),
-    "storage": (lambda: archive(ask("torch.storage.UntypedStorage", TEN_GIB)), "torch.storage.UntypedStorage"),
-    "parameter": (lambda: archive(ask("torch.nn.parameter.Parameter", TEN_GIB)), "torch.nn.parameter.Parameter"),
-    "packed": (lambda: archive(b"\x80\x02}.", packed=True, more={"archive/data/0": bytes(10**7)}), "is compressed"),
-    "two pickles": (lambda: archive(b"\x80\x02}.", more={"other/data.pkl": b"\x80\x02}."}), "does not hold"),
+    "bytearray": (lambda: zipped(ask("builtins.bytearray", TEN_GIB)), "a reference to builtins.bytearray"),
+    "tensor": (lambda: zipped(ask("torch.Tensor", TEN_GIB)), "a reference to torch.Tensor"),
+    "old tensor": (lambda: zipped(ask("torch.FloatTensor", TEN_GIB)), "a reference to torch.FloatTensor"),
+    "storage": (lambda: zipped(ask("torch.storage.UntypedStorage", TEN_GIB)), "torch.storage.UntypedStorage"),
+    "parameter": (lambda: zipped(ask("torch.nn.parameter.Parameter", TEN_GIB)), "torch.nn.parameter.Parameter"),
+    "packed": (lambda: zipped(b"\x80\x02}.", packed=True, more={"archive/data/0": bytes(10**7)}), "is compressed"),
+    "two pickles": (lambda: zipped(b"\x80\x02}.", more={"other/data.pkl": b"\x80\x02}."}), "does not hold"),
     "beyond its file": (huge_tensor, "does not match expected size"),
     "expanded": (lambda: torch_bytes({"x": torch.zeros(1).expand(10**10)}), "larger than the file"),
-    "many values": (lambda: archive(b"\x80\x02}X\x01\x00\x00\x00x](" + b"}" * MANY + b"es."), "too many names"),
-    "a set": (lambda: archive(b"\x80\x04}X\x01\x00\x00\x00x\x8fs."), "a set"),
-    "nested": (lambda: archive(b"\x80\x02}X\x01\x00\x00\x00x" + b"]" * 999 + b"a" * 998 + b"s."), "nested deeper"),
+    "many values": (lambda: zipped(b"\x80\x02}X\x01\x00\x00\x00x](" + b"}" * MANY + b"es."), "too many names"),
+    "a set": (lambda: zipped(b"\x80\x04}X\x01\x00\x00\x00x\x8fs."), "a set"),
+    "nested": (lambda: zipped(b"\x80\x02}X\x01\x00\x00\x00x" + b"]" * 999 + b"a" * 998 + b"s."), "nested deeper"),
 }
 
 
@@ -369,69 +359,16 @@ def test_a_small_checkpoint_cannot_ask_for_a_large_memory(
     store = CheckpointStore(tmp_path / "checkpoints")
     store.save({"x": 1}, samples_seen=1)
     forge(store.folder / "checkpoint-r0000-000000000002.tula", make())
-    loaded = store.load_latest()
-    assert loaded is not None
+    loaded = known(store.load_latest())
     assert loaded.samples_seen == 1
     assert words in loaded.rejected[0][1]
 
 
-def deepest(depth: int) -> list[Any]:
-    return [deepest(depth - 1)] if depth else []
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (torch.ones(2).to_sparse(), "without a plain storage"),
-        (torch.ones(2, device="meta"), "without a plain storage"),
-        (torch.ones(2, dtype=torch.uint16), "torch.uint16"),
-        (torch.ones(1).expand(5), "an expanded tensor"),
-        (deepest(99), "nested deeper"),
-    ],
-)
-def test_what_would_be_refused_is_not_saved(tmp_path: Path, value: object, words: str) -> None:
-    with pytest.raises(CheckpointError, match=words):
-        CheckpointStore(tmp_path / "checkpoints").save({"x": value}, samples_seen=1)
-
-
 # --- job scripts
 
-SEPARATORS = [
-    "\n",
-    "\r",
-    "\r\n",
-    "\x00",
-    "\x0b",
-    "\x0c",
-    "\x1c",
-    "\x1d",
-    "\x1e",
-    "\x1f",
-    "\x1b",
-    "\x7f",
-    "\x85",
-    "\u2028",
-    "\u2029",
-]
+SEPARATORS = ["\n", "\r\n", "\x00", "\x0b", "\x1b", "\x7f", "\x85", "\u2028"]
 WORDS = ["partition", "account", "qos", "gres", "constraint", "controller_partition", "name"]
-SHELLS = [
-    " --uid=0",
-    ";id",
-    "$(id)",
-    "`id`",
-    "'x'",
-    '"x"',
-    "a b",
-    "\\",
-    "<x",
-    ">x",
-    "!x",
-    "~x",
-    "ü",
-    "{x}",
-    "#x",
-    "a\tb",
-]
+SHELLS = [" --uid=0", ";id", "$(id)", "`id`", "'x'", '"x"', "\\", ">x", "~x", "ü", "{x}", "#x"]
 
 
 def refused(load: Callable[[Path], object], tables: dict[str, Any]) -> str:
@@ -466,24 +403,7 @@ def test_no_word_is_more_than_a_word(here: Path, text: str) -> None:
     refused(load_cluster, {"environment": {f"A{text}": "x"}})
 
 
-NAMES = [
-    "../x",
-    "/x",
-    "..",
-    ".",
-    ".x",
-    "-x",
-    "",
-    "a/b",
-    "a\\b",
-    "~",
-    "a:b",
-    "a*",
-    "x" * 65,
-    "a\u202eb",
-    "\uff0e\uff0e",
-    "a%j",
-]
+NAMES = ["../x", "/x", "..", ".x", "-x", "", "a\\b", "~", "a:b", "a*", "x" * 65, "a\u202eb", "\uff0e\uff0e", "a%j"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -498,21 +418,8 @@ def test_no_name_leads_to_another_folder(here: Path, name: str) -> None:
         refused(load_cluster, {"partitions": [{"partition": name}]})
 
 
-OWN = [
-    "array",
-    "arr",
-    "output",
-    "outp",
-    "error",
-    "err",
-    "job-name",
-    "job_name",
-    "nodes",
-    "ntasks",
-    "ntasks_per_node",
-    "time",
-]
-OWN += ["signal", "dependency", "dep", "wrap", "chdir", "test-only", "parsable", "open-mode", "wait", "input", "quiet"]
+# in full, in short, and with the other line between words
+OWN = ["array", "arr", "job-name", "job_name", "ntasks_per_node", "time", "dep", "wrap", "test-only", "input"]
 
 
 @pytest.mark.parametrize("option", OWN)
@@ -562,17 +469,14 @@ def test_whatever_is_accepted_stays_in_its_place(value: str, place: str) -> None
 ABSURD = [
     "[workload]\nlr = 1e400",
     "[workload]\nlr = 1e31",
-    "[workload]\nlr = nan",
     f"[workload]\nepochs = 1{'0' * 4000}",
     f"[workload]\nepochs = 1{'0' * 5000}",
-    f"[workload]\nepochs = 0x{'f' * 9000}",
     "[workload]\nepochs = 100001",
     "[workload]\nsamples = 9999999999999999",
     "[workload]\nclasses = 10000000",
     f"[workload]\nmodel = '{'x' * 100_000}'",
     f"[workload]\ndata_dir = '~{'x' * 100_000}/a'",
     f"[workload]\nmilestones = [{','.join(map(str, range(2000)))}]",
-    f"[search]\ncluster_sizes = [{'1,' * 10_000}]",
     f"[search]\ncluster_sizes = [{','.join(map(str, range(66_000)))}]",
     f"[objective]\ndeadline_hours = '{'1' * 100_000}h'",
     "[objective]\ntime_weight = 1e9",
@@ -590,7 +494,6 @@ ABSURD = [
     f"[{'.'.join(['a'] * 5000)}]",
     f"a = '{'x' * 100_000}",
     'a = "\x00"',
-    "\x00",
     "\ufeff\ufeffx = 1",
 ]
 
@@ -650,10 +553,7 @@ KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
     "endless": (lambda path: path.symlink_to("/dev/zero"), "found a pipe or a device"),
     "circle": (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
     "binary": (lambda path: path.write_bytes(bytes(range(256))), "save the file as UTF-8"),
-    "latin": (
-        lambda path: path.write_bytes('name = "ü"'.encode("latin-1")),
-        "save the file as UTF-8",
-    ),
+    "latin": (lambda path: path.write_bytes('name = "ü"'.encode("latin-1")), "save the file as UTF-8"),
     "utf-16": (lambda path: path.write_bytes(SWEEP.encode("utf-16")), "save the file as UTF-8"),
     "gone": (lambda path: None, "no such file"),
 }
@@ -678,11 +578,6 @@ def test_what_is_no_input_file_is_refused_without_being_read(
     assert words in output
     assert output.count("\n") == 1
     assert peak < 20_000_000
-
-
-def test_a_byte_order_mark_is_no_mistake(here: Path) -> None:
-    Path("sweep.toml").write_text(f"\ufeff{SWEEP}", encoding="utf-8")
-    assert load_sweep(Path("sweep.toml")).name == "s"
 
 
 @pytest.mark.parametrize(

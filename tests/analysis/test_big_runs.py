@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from tests.big_run_factory import add_steps, make_big_run
+from tests.known import known
 from tests.planning_data import ok
-from tests.run_factory import configurations, make_run
+from tests.run_factory import configurations, make_run, measurement, oom
 from tula_hpc.analysis import plan
 from tula_hpc.analysis.report import __main__ as report
 from tula_hpc.analysis.run_contents import MOST_DRAWN, MOST_ROWS, drawn, ends, evenly
@@ -255,8 +256,6 @@ def test_the_report_of_a_big_run_is_small_and_says_what_it_leaves_out(tmp_path: 
 
 
 def test_a_figure_of_repeats_shows_their_medians() -> None:
-    from tests.run_factory import measurement, oom
-
     where, short = configurations()[:2]
     rows = [measurement(where, seed) for seed in range(MOST_DRAWN)] + [oom(short)] * 30
     random.Random(1).shuffle(rows)
@@ -265,8 +264,7 @@ def test_a_figure_of_repeats_shows_their_medians() -> None:
 
     assert [(row.configuration, row.status) for row in shown] == [(where, "ok"), (short, "oom")]
     times = [row.times.step_time_s for row in rows if row.times]
-    assert shown[0].times is not None
-    assert shown[0].times.step_time_s == pytest.approx(np.median(times))
+    assert known(shown[0].times).step_time_s == pytest.approx(np.median(times))
     assert drawn(rows[:MOST_DRAWN]) == rows[:MOST_DRAWN]
 
 

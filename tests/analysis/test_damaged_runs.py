@@ -19,7 +19,7 @@ from tests.run_factory import SWEEP_TOML
 from tests.study_factory import SWEEP as STUDY
 from tests.study_factory import make_study
 from tests.test_fuzz import whole_run
-from tula_hpc import study, sweep
+from tula_hpc import files, study, sweep
 from tula_hpc.analysis import plan
 from tula_hpc.analysis.figures import all as figures
 from tula_hpc.analysis.figures import all as figures_study
@@ -205,7 +205,6 @@ def test_a_file_that_may_not_be_read_is_named(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Root may read everything, so the test replaces the kernel's answer."""
-    from tula_hpc import files
 
     def refuse(path: str, flags: int) -> int:
         raise PermissionError(13, "Permission denied", path)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.known import known
 from tests.run_factory import allreduce_time_s, candidate, compute_time_s, configurations, measurement, plan
 from tula_hpc.analysis.drift import (
     MARGIN,
@@ -245,8 +246,7 @@ def test_computation_in_parts_says_of_several_workers_what_a_part_takes() -> Non
     rows = []
     for batch in (64, 256):
         row = measurement(Configuration(1, 1, batch), 0)
-        assert row.times is not None
-        times = row.times.model_copy(update={"compute_time_s": 2 * compute_time_s(batch // 2)})
+        times = known(row.times).model_copy(update={"compute_time_s": 2 * compute_time_s(batch // 2)})
         parts = {"parts": 2, "smaller_computes": ((batch // 2, compute_time_s(batch // 2)),)}
         rows.append(row.model_copy(update={**parts, "times": times}))
     alone, several = (expected_parts(rows, Configuration(nodes, 1, 64)).compute_time_s for nodes in (1, 4))
@@ -262,8 +262,7 @@ def test_a_smaller_batch_that_was_timed_with_another_is_known(nodes: int) -> Non
 
 def test_a_damaged_profile_says_nothing() -> None:
     good, other = measurement(Configuration(2, 1, 64)), measurement(Configuration(2, 1, 256))
-    assert other.times is not None
-    times = other.times.model_copy(update={"data_time_s": -1.0, "allreduce_time_s": 1e90, "update_time_s": 1e90})
+    times = known(other.times).model_copy(update={"data_time_s": -1.0, "allreduce_time_s": 1e90, "update_time_s": 1e90})
     damaged = other.model_copy(update={"times": times})
     for configuration in (good.configuration, other.configuration):
         assert expected_parts([good, damaged], configuration) == expected_parts([good], configuration)

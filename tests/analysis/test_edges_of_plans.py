@@ -337,12 +337,15 @@ def test_a_script_that_does_not_go_on_exactly_is_named(*, is_one: bool) -> None:
     assert (ONE_ITERATOR in make_plan(spec, cluster(), rows).warnings) is is_one
 
 
-def test_a_script_that_cannot_go_on_has_no_plan_for_jobs_shorter_than_its_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The workload of a script in the working directory."""
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
-    script = {"script": "train.py", "arguments": ["{local_batch}"], "samples": SAMPLES, "epochs": 60}
+    return {"script": "train.py", "arguments": ["{local_batch}"], "samples": SAMPLES, "epochs": 60}
+
+
+def test_a_script_that_cannot_go_on_has_no_plan_for_jobs_shorter_than_its_training(script: dict[str, Any]) -> None:
     spec = sweep("cost", script)
     times_s = {c.configuration: c.wall_time_s for c in make_plan(spec, cluster(), CORNERS).candidates}
     fastest, least_s = min(times_s.items(), key=lambda item: item[1])
@@ -363,11 +366,8 @@ def test_a_script_that_cannot_go_on_has_no_plan_for_jobs_shorter_than_its_traini
 
 @pytest.mark.parametrize("requeues", [1, 9])
 def test_a_script_that_goes_on_from_ends_of_epochs_needs_jobs_for_whole_ones(
-    requeues: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    requeues: int, script: dict[str, Any]
 ) -> None:
-    (tmp_path / "train.py").touch()
-    monkeypatch.chdir(tmp_path)
-    script = {"script": "train.py", "arguments": ["{local_batch}"], "samples": SAMPLES, "epochs": 60}
     spec = sweep("cost", script | {"resume_arguments": []}, cluster_sizes=[1])
     spec = spec.model_copy(update={"training": spec.training.model_copy(update={"max_requeues": requeues})})
     rows = [row.model_copy(update={"between_epochs_s": 60.0}) for row in CORNERS]
@@ -377,14 +377,6 @@ def test_a_script_that_goes_on_from_ends_of_epochs_needs_jobs_for_whole_ones(
     often, seldom = (make_plan(spec, cluster(train_minutes=minutes), rows) for minutes in (enough - 1, enough))
     warned = [any("training.max_requeues" in doubt.text for doubt in each.doubts) for each in (often, seldom)]
     assert warned == [True, False]
-
-
-@pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The workload of a script in the working directory."""
-    (tmp_path / "train.py").touch()
-    monkeypatch.chdir(tmp_path)
-    return {"script": "train.py", "arguments": ["{local_batch}"], "samples": SAMPLES, "epochs": 60}
 
 
 def test_what_is_said_not_to_fit_into_a_job_does_not(script: dict[str, Any]) -> None:

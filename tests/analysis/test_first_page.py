@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.known import known
 from tests.planning_data import cluster, ok, sweep, times
 from tests.run_factory import make_run, opening_text, write_plan, write_training
 from tula_hpc.analysis.plan import make_plan
@@ -111,8 +112,7 @@ def test_the_page_says_why_not_half_the_batch_where_it_is_slower(plan: Plan, tmp
 
 
 @pytest.mark.parametrize(
-    ("method", "says", "warns"),
-    [("ags", ", so gradients are scaled (training.method", False), ("lbt", None, True)],
+    ("method", "says", "warns"), [("ags", ", so gradients are scaled (training.method", False), ("lbt", None, True)]
 )
 def test_the_page_says_what_is_done_for_a_large_batch_or_that_nothing_is(
     method: str, says: str | None, warns: bool, tmp_path: Path
@@ -240,9 +240,8 @@ def test_a_training_whose_plan_is_lost_has_its_score_on_the_first_page(tmp_path:
     contents = read_run(run)
     assert "64.5 % test accuracy" in opening_text(contents)
     (training,) = contents.trainings
-    assert training.result is not None
     # a script without workload.metric has no score
-    unscored = training._replace(result=training.result.model_copy(update={"test_accuracy": None}))
+    unscored = training._replace(result=known(training.result).model_copy(update={"test_accuracy": None}))
     assert " the model has no score." in opening_text(contents._replace(trainings=[unscored]))
     assert first_page(contents).sections[-1].sentences[0].startswith("Make the plan again: ")
 

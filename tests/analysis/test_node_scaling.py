@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from tests.known import known
 from tests.planning_data import CORNERS, SAMPLES, cluster, grid, memory, oom, peak_bytes, sweep
 from tests.planning_data import ok as measured
 from tests.run_factory import make_run
@@ -208,10 +209,10 @@ def test_of_very_many_sizes_some_are_shown_the_first_last_and_chosen_among_them(
 
 
 def basis_of(rows: list[Measurement], where: Configuration) -> str:
-    known = [row.configuration for row in rows if row.status == "ok"]
-    if where in known:
+    measured = [row.configuration for row in rows if row.status == "ok"]
+    if where in measured:
         return "measured"
-    sizes, batches = [c.nodes for c in known], [c.local_batch for c in known]
+    sizes, batches = [c.nodes for c in measured], [c.local_batch for c in measured]
     if min(sizes) <= where.nodes <= max(sizes) and min(batches) <= where.local_batch <= max(batches):
         return "predicted"
     return "extrapolated"
@@ -367,15 +368,13 @@ def test_the_reason_is_given_where_nothing_can_be_scaled(tmp_path: Path) -> None
 
 def test_a_measured_epoch_takes_as_long_as_in_the_other_tables(tmp_path: Path) -> None:
     contents = read_run(make_run(tmp_path / "run", stage="plan"))
-    assert contents.plan is not None
     rows = []
     # updates of AGS's scale differ between batches, though the plan counts them alike
     for row in contents.ok:
-        assert row.times is not None
-        updated = row.times.model_copy(update={"update_time_s": 0.01 * row.local_batch})
+        updated = known(row.times).model_copy(update={"update_time_s": 0.01 * row.local_batch})
         rows.append(row.model_copy(update={"times": updated, "updates_per_epoch": 2.0}))
-    epochs_s = measured_epochs(rows, contents.plan.dataset_samples)
+    epochs_s = measured_epochs(rows, known(contents.plan).dataset_samples)
     scaling = node_scaling_of(contents._replace(measurements=rows))
-    known = [row for curve in scaling.curves for row in curve.rows if row.measured_step_s is not None]
-    assert known
-    assert all(row.measured_epoch_s == epochs_s[row.candidate.configuration] for row in known)
+    measured = [row for curve in scaling.curves for row in curve.rows if row.measured_step_s is not None]
+    assert measured
+    assert all(row.measured_epoch_s == epochs_s[row.candidate.configuration] for row in measured)

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.known import known
 from tests.run_factory import (
     EPOCHS,
     SWEEP_TOML,
@@ -22,6 +23,7 @@ from tests.run_factory import (
     opening_text,
     pages_alone,
     plan,
+    sweep_of,
     write_plan,
     write_training,
 )
@@ -44,12 +46,11 @@ from tula_hpc.analysis.report.tables import (
 from tula_hpc.analysis.report.text import assumptions, doubts, how_measured
 from tula_hpc.analysis.run_contents import RunContents, candidate_of, ends, median_epoch_s, read_run
 from tula_hpc.cli.pipeline import carry_out, print_summary, report_stage
-from tula_hpc.config import ClusterSpec, PricingSpec, load_cluster, load_sweep
+from tula_hpc.config import ClusterSpec, PricingSpec
 from tula_hpc.errors import RunDirectoryError, StorageError
 from tula_hpc.files import MEASUREMENTS_GONE
 from tula_hpc.formatting import format_duration, in_comparison
 from tula_hpc.records import Configuration, EpochMetrics, JobAccount, JobNote, RunDirectory, TrainResult, append_record
-from tula_hpc.stages.context import Sweep
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 HOSTILE = "<script>alert('ü')</script></svg>&\"'"
@@ -350,19 +351,6 @@ def test_text_from_files_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert '; try <span class="option">--set</span> a=1' in text
 
 
-@pytest.mark.parametrize("exists", [False, True])
-def test_no_run_is_one_line_and_exit_code_2(tmp_path: Path, exists: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    root = tmp_path / "nothing"
-    if exists:
-        root.mkdir()
-    assert main([str(root)]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert len(printed.err.splitlines()) == 1
-    assert str(root) in printed.err
-    assert not (root / "report").exists()
-
-
 @pytest.mark.usefixtures("no_figure", "no_pages")
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run", stage="profile")
@@ -558,8 +546,7 @@ def test_the_report_says_what_the_plan_says(tmp_path: Path) -> None:
 def test_steps_outside_of_their_interval_come_first_under_how_sure(ended: RunDirectory) -> None:
     contents = read_run(ended)
     (training,) = contents.trainings
-    assert contents.plan is not None
-    _, low, high = contents.plan.chosen.predicted("epoch_time_s")
+    _, low, high = known(contents.plan).chosen.predicted("epoch_time_s")
     for seconds, way in ((low * 1.01, ""), (high * 0.99, ""), (low * 0.99, "shorter"), (high * 1.01, "longer")):
         epochs = [epoch.model_copy(update={"epoch_time_s": seconds}) for epoch in training.metrics.epochs]
         changed = training._replace(metrics=training.metrics._replace(epochs=epochs))
@@ -575,13 +562,12 @@ def test_steps_outside_of_their_interval_come_first_under_how_sure(ended: RunDir
 def test_the_answer_says_that_the_prediction_is_compared_with_the_median_epoch(ended: RunDirectory) -> None:
     contents = read_run(ended)
     (training,) = contents.trainings
-    assert training.result is not None
     assert training.epoch_time_s is not None
     # within the interval
     epoch_s = training.epoch_time_s / 1.05
     assert contents.plan is not None
     chosen = contents.plan.chosen.model_copy(update={"epoch_time_s": epoch_s})
-    result = training.result.model_copy(update={"train_time_s": 2 * EPOCHS * epoch_s})
+    result = known(training.result).model_copy(update={"train_time_s": 2 * EPOCHS * epoch_s})
     plan = contents.plan.model_copy(update={"chosen": chosen, "candidates": [chosen]})
     text = opening_text(contents._replace(plan=plan, trainings=[training._replace(result=result)]))
     assert f"took {format_duration(result.train_time_s)} (its median epoch was 5 % longer than predicted)" in text
@@ -597,11 +583,7 @@ def with_bill(root: Path, elapsed_s: float, within: float = 0.1) -> RunDirectory
         "wall_time_s": (0.9 * (steps_s + 60.0), 1.1 * (steps_s + 60.0)),
         "train_time_s": ((1 - within) * steps_s, (1 + within) * steps_s),
     }
-    changes = {
-        "wall_time_s": steps_s + 60.0,
-        "wall_parts_s": parts,
-        "interval_90": made.chosen.interval_90 | ends,
-    }
+    changes = {"wall_time_s": steps_s + 60.0, "wall_parts_s": parts, "interval_90": made.chosen.interval_90 | ends}
     chosen = made.chosen.model_copy(update=changes)
     candidates = [chosen if item == made.chosen else item for item in made.candidates]
     write_plan(run, made.model_copy(update={"chosen": chosen, "candidates": candidates}))
@@ -628,7 +610,7 @@ def test_the_time_and_cost_of_the_training_are_stated_first_and_last(
     assert text.index("Trained on 4 nodes") < text.index("The training took") < text.index("It cost ")
     assert "What it will take" not in [section.heading for section in first_page(read_run(run)).sections]
     assert re.search(r"The training's steps took .*; with training.method = .ags. the model reached ", text)
-    sweep = Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run)
+    sweep = sweep_of(run)
     for until in ("train", "report"):
         carry_out(sweep, until)
         lines = capsys.readouterr().out.splitlines()
@@ -665,8 +647,7 @@ def test_the_error_of_a_trained_configuration_is_that_of_its_training(ended: Run
 def test_a_training_counts_only_where_it_ran(ended: RunDirectory) -> None:
     made, measured = ended.read_plan(), ended.measurements().records
     (training,) = read_run(ended).trainings
-    result = training.result
-    assert result is not None
+    result = known(training.result)
     rows = summary_rows(made, measured, training)
     assert [row.result for row in rows] == [result, *[None] * (len(rows) - 1)]
     assert [row.trained_epoch_s for row in rows] == [training.epoch_time_s, *[None] * (len(rows) - 1)]
@@ -698,15 +679,14 @@ def test_a_training_counts_only_on_the_partition_where_it_ran(
 ) -> None:
     run = of_two_partitions(tmp_path / "run")
     write_training(run)
-    sweep = Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run)
+    sweep = sweep_of(run)
     # the plan chose a; old records do not name a partition
     for name in (None, "a", "b"):
         if name:
             run.log_event("submitted", "train", job_id="9", data={"label": "main", "partition": name})
         contents = read_run(run)
         (training,) = contents.trainings
-        found = candidate_of(contents.plan, training)
-        assert found is not None
+        found = known(candidate_of(contents.plan, training))
         assert found.partition == (name or "a")
         assert ("It ended on 4 nodes of partition b with" in opening_text(contents)) == (name == "b")
         if name:
@@ -735,7 +715,7 @@ def test_a_training_that_diverged_is_a_warning(
     files.metrics_file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     # otherwise the command would measure more
     run.log_event("submitted", "train", job_id="9", data={"label": "main"})
-    carry_out(Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run), until)
+    carry_out(sweep_of(run), until)
     output = capsys.readouterr().out.splitlines()
     assert ["warning: the loss ended" in line for line in output[-5:]].count(True) == (words is not None)
     assert any(text.startswith(words or "Training main") for text in warnings(read_run(run))) == (words is not None)
@@ -749,10 +729,9 @@ def test_a_test_loss_that_is_not_finite_is_a_warning(
 ) -> None:
     contents = read_run(ended)
     (training,) = contents.trainings
-    assert training.result is not None
     assert contents.sweep is not None
     workload = contents.sweep.workload.model_copy(update={"loss": "mine:loss"})
-    result = training.result.model_copy(update={"test_loss": loss, "diverged": diverged})
+    result = known(training.result).model_copy(update={"test_loss": loss, "diverged": diverged})
     of_own_loss = contents.sweep.model_copy(update={"workload": workload})
     messages = warnings(contents._replace(sweep=of_own_loss, trainings=[training._replace(result=result)]))
     assert any("the loss on the test set is inf or nan" in words for words in messages) == is_said
@@ -765,8 +744,7 @@ def test_why_a_script_has_no_score_is_a_warning(ended: RunDirectory, accuracy: f
     assert contents.sweep is not None
     workload = contents.sweep.workload.model_copy(update=script)
     (training,) = contents.trainings
-    assert training.result is not None
-    result = training.result.model_copy(update={"test_accuracy": accuracy, "test_loss": None})
+    result = known(training.result).model_copy(update={"test_accuracy": accuracy, "test_loss": None})
     of_script = contents._replace(
         sweep=contents.sweep.model_copy(update={"workload": workload}), trainings=[training._replace(result=result)]
     )
@@ -781,12 +759,6 @@ def test_repeated_measurements_count_by_their_median() -> None:
     middle = sorted(item.times.step_time_s for item in repeats if item.times)[1]
     assert rows[0].candidate.configuration == where
     assert rows[0].measured_epoch_s == pytest.approx(50_000 // 32 * middle)
-
-
-def test_profiling_cost_is_node_seconds(ended: RunDirectory) -> None:
-    contents = read_run(ended)
-    total = sum(item.elapsed_s * item.nodes for item in contents.measurements)
-    assert dict(how_measured(contents))["cost of profiling"].startswith(f"{round(total):,} node-seconds")
 
 
 def test_profiling_cost_is_that_of_the_jobs_where_they_left_notes(tmp_path: Path) -> None:
@@ -855,30 +827,21 @@ def test_a_sweep_writes_down_what_accounting_has_before_its_report(
         for job in run.history().submissions()
     }
     monkeypatch.setattr("tula_hpc.launch.launcher.accounted_runs", lambda *_, **__: known)
-    report_stage(Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run))
+    report_stage(sweep_of(run))
     assert "by Slurm's accounting" in Page((run.report / "report.html").read_text()).words
 
 
-def test_a_note_that_a_training_has_outdated_is_left_out(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    assumed = checkpoints.describe(None, PricingSpec())
-    notes = {"notes": [assumed, "prices are guesses"], "provisional": {"save": [assumed]}}
+def test_notes_that_a_training_has_outdated_are_left_out(tmp_path: Path) -> None:
+    run = of_two_partitions(tmp_path / "run")
+    of_all = checkpoints.describe(None, PricingSpec())
+    assumed = [of_all, *(f"{name}: {of_all}" for name in "ab")]
+    notes = {"notes": [*assumed, "prices are guesses"], "provisional": {"save": assumed}}
     write_plan(run, run.read_plan().model_copy(update=notes))
-    assert f"{assumed[:1].upper()}{assumed[1:]}." in assumptions(read_run(run))
+    assert sum("checkpoint" in sentence for sentence in assumptions(read_run(run))) == 3
     run.log_event("checkpoint", "train", data={"cost_s": 0.01})
     messages = assumptions(read_run(run))
     assert not any("checkpoint" in sentence for sentence in messages)
     assert "Prices are guesses." in messages
-
-
-def test_a_note_about_a_partition_that_a_training_has_outdated_is_left_out(tmp_path: Path) -> None:
-    run = of_two_partitions(tmp_path / "run")
-    assumed = [f"{name}: {checkpoints.describe(None, PricingSpec())}" for name in "ab"]
-    notes = {"notes": assumed, "provisional": {"save": assumed}}
-    write_plan(run, run.read_plan().model_copy(update=notes))
-    assert sum("checkpoint" in sentence for sentence in assumptions(read_run(run))) == 2
-    run.log_event("checkpoint", "train", data={"cost_s": 0.01})
-    assert not any("checkpoint" in sentence for sentence in assumptions(read_run(run)))
 
 
 def test_a_training_that_fell_back_says_so(tmp_path: Path) -> None:

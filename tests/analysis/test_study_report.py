@@ -15,6 +15,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.patches import Rectangle
 from matplotlib.transforms import Bbox
 
+from tests.known import known
 from tests.run_factory import pages_alone
 from tests.study_factory import STUDY, SWEEP, accuracy, make_study
 from tula_hpc.analysis.figures.drawing import Drawing, Missing
@@ -27,11 +28,7 @@ from tula_hpc.analysis.figures.study.accuracy import (
     draw_study_epochs,
 )
 from tula_hpc.analysis.figures.study.results_table import draw_study_table
-from tula_hpc.analysis.figures.study.scales import (
-    density,
-    draw_study_scale,
-    used_scales,
-)
+from tula_hpc.analysis.figures.study.scales import density, draw_study_scale, used_scales
 from tula_hpc.analysis.figures.style import ALERT, INK, SIZES, styled
 from tula_hpc.analysis.report import __main__ as report
 from tula_hpc.analysis.report.study_page import write_study_report
@@ -145,9 +142,7 @@ def test_a_training_without_test_accuracy_is_not_in_the_mean_of_training_accurac
     contents = read_study(run)
     entry = make_table(contents.study, contents.outcomes).entries["lbt", 256]
     assert entry.failed == 1
-    assert entry.test is not None
-    assert entry.train is not None
-    assert entry.test.runs == entry.train.runs == 2
+    assert known(entry.test).runs == known(entry.train).runs == 2
 
 
 def test_captions_name_the_small_batch_only_where_it_is_drawn(tmp_path: Path) -> None:
@@ -222,8 +217,7 @@ def test_the_verdict_names_the_loss_the_best_and_what_came_back(run: RunDirector
     contents = read_study(run)
     table = make_table(contents.study, contents.outcomes)
     last = verdicts(table)[-1]
-    best = table.best(1024)
-    assert best is not None
+    best = known(table.best(1024))
     assert best.column == "ags"
     # 15 points by the formula
     assert "lost 1" in last
@@ -371,8 +365,7 @@ def test_methods_and_batches_of_which_nothing_can_be_drawn_have_no_key_and_no_pa
     assert isinstance(drawn, Drawing)
     batches = list(dict.fromkeys(row[1] for row in drawn.table.rows))
     assert batches == [contents.study.small_batch, 256, 1024], "the dashed curve is in the numbers, too"
-    legend = drawn.figure.axes[0].get_legend()
-    assert legend is not None
+    legend = known(drawn.figure.axes[0].get_legend())
     names = [text.get_text() for text in legend.get_texts()]
     assert names == ["lbt", "lrs", "ags", "ags-d0.1", "ags-d2", "small batch"]
     assert [axes.get_ylabel().split("\n")[1] for axes in drawn.figure.axes] == ["B = 256", "B = 1,024"]
@@ -393,8 +386,7 @@ def test_the_table_frames_what_its_title_counts_and_explains_its_marks(tmp_path:
     (axes,) = drawn.figure.axes
     frames = [patch.get_edgecolor() for patch in axes.patches if not patch.get_fill()]
     assert frames == [to_rgba(colour.light) for colour in (INK, INK, ALERT)]
-    legend = axes.get_legend()
-    assert legend is not None
+    legend = known(axes.get_legend())
     assert len(legend.get_texts()) == 3
     assert any(text.get_text().startswith("back: ") for text in axes.texts)
 

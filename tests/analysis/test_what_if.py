@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.known import known
 from tests.planning_data import SWEEP_FILE, cluster, grid, sweep
 from tula_hpc.analysis.plan import main, make_plan
 from tula_hpc.analysis.planning.knee import batches_up_to
@@ -74,8 +75,7 @@ def test_another_price_is_paid(found: dict[str, WhatIf]) -> None:
 
 
 def test_a_deadline_is_kept_or_said_to_be_impossible(found: dict[str, WhatIf]) -> None:
-    planned = found["as planned"].chosen
-    assert planned is not None
+    planned = known(found["as planned"].chosen)
     deadlines = [row for change, row in found.items() if change.startswith("a deadline of ")]
     assert deadlines
     for share, row in zip((0.75, 0.5), deadlines, strict=False):
@@ -83,18 +83,15 @@ def test_a_deadline_is_kept_or_said_to_be_impossible(found: dict[str, WhatIf]) -
         if row.chosen is not None:
             assert row.chosen.wall_time_s <= share * planned.wall_time_s
         else:
-            assert row.nearest is not None
-            assert row.nearest.wall_time_s > share * planned.wall_time_s
+            assert known(row.nearest).wall_time_s > share * planned.wall_time_s
 
 
 def test_half_the_cost_is_kept_or_said_to_be_impossible(found: dict[str, WhatIf]) -> None:
-    planned = found["as planned"].chosen
-    assert planned is not None
+    planned = known(found["as planned"].chosen)
     half = found[f"a budget of {format_money(0.5 * planned.cost, 'USD')}"]
     if half.chosen is None:
-        assert half.nearest is not None
         (words,) = (words for words in not_possible([half]))
-        assert words.endswith(f" and {format_money(half.nearest.cost, 'USD')}.")
+        assert words.endswith(f" and {format_money(known(half.nearest).cost, 'USD')}.")
     else:
         alike(half.chosen, make_plan(with_objective(budget=0.5 * planned.cost), PRICED, ROWS).chosen)
 
@@ -102,8 +99,7 @@ def test_half_the_cost_is_kept_or_said_to_be_impossible(found: dict[str, WhatIf]
 def test_a_change_that_only_the_sweeps_own_limits_forbid_is_told_with_them(
     fitted: FittedPartitions, found: dict[str, WhatIf]
 ) -> None:
-    planned = found["as planned"].chosen
-    assert planned is not None
+    planned = known(found["as planned"].chosen)
     # on no other number of nodes is a candidate as cheap; half the cost is kept later than the deadline
     limits = {"budget": 1.01 * planned.cost, "deadline_hours": 1.01 * planned.wall_time_s / 3600}
     spec = with_objective(kind="time", **limits)
@@ -156,8 +152,7 @@ def test_the_table_has_a_row_for_each_change(found: dict[str, WhatIf]) -> None:
 
 
 def test_rows_are_printed_as_far_apart_as_they_are(found: dict[str, WhatIf]) -> None:
-    planned = found["as planned"].chosen
-    assert planned is not None
+    planned = known(found["as planned"].chosen)
 
     def printed(ratio: float) -> list[str]:
         time_s = ratio * 51.9

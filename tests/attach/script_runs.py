@@ -11,14 +11,7 @@ from typing import Any
 from torch.distributed import HashStore  # type: ignore[attr-defined] # documented, though not in __all__
 
 from tula_hpc.attach.own_folder import own_folder
-from tula_hpc.attach.processes import (
-    ProcessEnd,
-    WorkerPeers,
-    choose_meeting,
-    open_log,
-    start,
-    watch,
-)
+from tula_hpc.attach.processes import ProcessEnd, WorkerPeers, choose_meeting, open_log, start, watch
 from tula_hpc.attach.reporting import ChildSpec
 from tula_hpc.attach.script import Script, variables_of
 from tula_hpc.attach.script_profile import Settings

@@ -617,11 +617,7 @@ def test_options_for_the_batch_of_all_workers_are_known_by_their_names() -> None
     ],
 )
 def test_the_source_shows_whether_the_batch_is_that_of_all_workers(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    source: str,
-    placeholder: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], source: str, placeholder: str
 ) -> None:
     monkeypatch.setattr("tula_hpc.attach.__main__._look", lambda *_: seen_of())
     monkeypatch.chdir(tmp_path)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.known import known
 from tula_hpc.attach.frameworks.folders import FolderState, batch_of, check_folders, kept_in_folder
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.errors import CheckpointError, InputError
@@ -39,8 +40,7 @@ class Writer:
         return self.store.folder / str(kept["folder"])
 
     def load(self) -> str:
-        loaded = self.store.load_latest(check=lambda state: check_folders(self.store.folder, state))
-        assert loaded is not None
+        loaded = known(self.store.load_latest(check=lambda state: check_folders(self.store.folder, state)))
         assert batch_of(loaded.state) == 64
         self.state.load_state_dict(loaded.state["kept"]["made"])
         return self.read
@@ -63,8 +63,7 @@ def test_a_damaged_folder_is_passed_over(tmp_path: Path, harm: str) -> None:
     assert writer.load() == "after 20"
     file.write_text("after 99") if harm == "changed" else file.unlink()
     assert writer.load() == "after 10"
-    loaded = writer.store.load_latest(check=lambda state: check_folders(writer.store.folder, state))
-    assert loaded is not None
+    loaded = known(writer.store.load_latest(check=lambda state: check_folders(writer.store.folder, state)))
     assert [str(file) in why for _, why in loaded.rejected] == [True]
 
 

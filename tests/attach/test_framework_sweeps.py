@@ -17,6 +17,7 @@ import pytest
 
 from tests.attach.test_frameworks import frameworks_are_imported  # noqa: F401 # a fixture
 from tests.forked_jobs import forking_jobs
+from tests.known import known
 from tula_hpc.records import RunDirectory, is_usable, read_metrics
 from tula_hpc.sweep import main
 
@@ -108,8 +109,7 @@ def test_a_script_is_profiled_planned_trained_and_reported(
     assert (measured.nodes, measured.local_batch) == (case.workers, BATCH // case.workers)
     assert measured.backend == ("gloo" if case.workers > 1 else "none")
     assert measured.kept == (script != "on_timm.py")
-    plan = run.read_plan()
-    assert plan is not None
+    plan = known(run.read_plan())
     assert plan.chosen.global_batch == BATCH
     metrics = read_metrics(run.train().metrics_file)
     assert [row.step for row in metrics.steps] == list(range(1, STEPS + 1))

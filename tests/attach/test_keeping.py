@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from tests.forked import context_of_workers
+from tests.known import known
 from tula_hpc.attach import child
 from tula_hpc.attach.reporting import ChildSpec, read_message
 from tula_hpc.attach.script import Script
@@ -228,8 +229,7 @@ def test_a_script_that_was_changed_since_its_checkpoint_is_refused_with_what_doe
     assert scenario.start(2) == [STOPPED]
     scenario.arguments += ["--width", "7"]
     assert scenario.start() == [1]
-    message = read_message(scenario.spec(0, 8).message_file)
-    assert message is not None
+    message = known(read_message(scenario.spec(0, 8).message_file))
     assert message.detail.startswith("tula.keep(model=…): ")
     assert " does not fit; if the script was changed, undo that, or move " in message.detail
     assert (

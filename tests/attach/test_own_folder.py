@@ -14,14 +14,7 @@ import torch
 
 from tests.forked import start_workers
 from tula_hpc.attach import own_folder as folders
-from tula_hpc.attach.own_folder import (
-    Saved,
-    last_saved_in,
-    names_saved_in,
-    own_folder,
-    places_saved_in,
-    spare_files,
-)
+from tula_hpc.attach.own_folder import Saved, last_saved_in, names_saved_in, own_folder, places_saved_in, spare_files
 from tula_hpc.own_sources import named_above
 from tula_hpc.records import RunDirectory
 

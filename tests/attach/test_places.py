@@ -23,14 +23,7 @@ from torch.utils.data import (
 
 import tula_hpc.attach as tula
 from tula_hpc.attach.train import loaders
-from tula_hpc.attach.train.loaders import (
-    LoaderHistory,
-    Passed,
-    Stream,
-    batch_size_of,
-    random_state,
-    set_random_state,
-)
+from tula_hpc.attach.train.loaders import LoaderHistory, Passed, Stream, batch_size_of, random_state, set_random_state
 from tula_hpc.batches import LoaderPass
 
 SAMPLES, BATCH = 22, 4

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.attach.scripts.plain import Streamed
+from tests.known import known
 from tests.run_factory import candidate, measurement, plan, write_plan
 from tula_hpc.analysis.run_contents import median_epoch_s
 from tula_hpc.attach.hooks import step_times
@@ -182,8 +183,7 @@ def test_workers_agree_at_the_same_steps_wherever_each_sees_an_epoch_end(tmp_pat
     watched = WatchedTraining(tmp_path, clock, samples=29)
     for _ in range(2 * 3):
         watched.step()
-    assert watched.training._agreement is not None
-    assert watched.training._agreement.steps == 2 * 3
+    assert known(watched.training._agreement).steps == 2 * 3
 
 
 def test_samples_of_an_evaluation_that_takes_gradients_count_for_no_epoch(tmp_path: Path, clock: Clock) -> None:
@@ -604,8 +604,7 @@ def test_passes_of_a_policy_before_its_loader_begins_count_for_no_epoch(tmp_path
 def test_only_the_trained_layers_of_a_partly_frozen_model_count(tmp_path: Path, clock: Clock) -> None:
     watched = WatchedTraining(tmp_path, clock, samples=16)
     watched.training.settings = watched.training.settings.model_copy(update={"parameters": 4})
-    assert watched.training.hooks.inner_model is not None
-    watched.training.hooks.inner_model.bias.requires_grad = False
+    known(watched.training.hooks.inner_model).bias.requires_grad = False
     watched.step()
 
 
@@ -650,19 +649,16 @@ def test_steps_are_compared_with_the_plan_and_the_profile(tmp_path: Path) -> Non
     run = RunDirectory(tmp_path / "run").create()
     run.make_train()
     assert drift_settings(job(run.root)) is None
-    known = candidate(AT)
+    there = candidate(AT)
     append_record(run.profile / "1.jsonl", measurement(AT))
-    write_plan(run, plan([known] * 4, chosen=known, fallbacks=[]))
-    drift = drift_settings(job(run.root))
-    assert drift is not None
-    assert drift.prediction[0] == known.step_time_s
-    times = measurement(AT).times
-    assert times is not None
+    write_plan(run, plan([there] * 4, chosen=there, fallbacks=[]))
+    drift = known(drift_settings(job(run.root)))
+    assert drift.prediction[0] == there.step_time_s
+    times = known(measurement(AT).times)
     assert (drift.side, drift.expected.compute_time_s) == (0, times.compute_time_s)
     open_one = Drift(**AT._asdict(), measured_s=1.0, predicted_s=2.0, part="loader", measured=drift.expected,
                      expected=drift.expected)  # fmt: skip
     run.train().drift_file.write_text(open_one.model_dump_json())
-    again = drift_settings(job(run.root))
-    assert again is not None
+    again = known(drift_settings(job(run.root)))
     assert again.side == -1
     assert drift_settings(job(run.root, drift=False)) is None

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked_jobs import run_command
+from tests.known import known
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.records import RunDirectory, is_usable
 from tula_hpc.sweep import main
@@ -40,11 +41,9 @@ def test_all_configurations_of_the_example_are_measured(planned: tuple[RunDirect
     assert {m.nodes: m.backend for m in records} == {1: "none", 2: "gloo"}
     for m in records:
         assert m.dataset_samples == 1438
-        assert m.times is not None
-        assert (m.times.allreduce_time_s > 0) == (m.nodes > 1)
+        assert (known(m.times).allreduce_time_s > 0) == (m.nodes > 1)
         assert m.node_seconds >= m.elapsed_s > 0
-        assert m.identity is not None
-        assert m.identity.sources.keys() == {"own_script.py"}
+        assert known(m.identity).sources.keys() == {"own_script.py"}
     # the start is measured once a job
     assert sorted(m.start_s > 0 for m in records) == [False, False, True, True]
 
@@ -57,8 +56,7 @@ def test_the_bare_all_reduce_is_timed_once(planned: tuple[RunDirectory, str]) ->
 
 def test_a_plan_is_made_from_the_measurements(planned: tuple[RunDirectory, str]) -> None:
     run, output = planned
-    plan = run.read_plan()
-    assert plan is not None
+    plan = known(run.read_plan())
     assert plan.chosen.feasible
     assert plan.chosen.global_batch in (64, 128)
     # with the digits, a profile sees many epochs
@@ -168,8 +166,7 @@ max_batch = 64
 """)
     done = sweep(path, tmp_path, *QUICK)
     assert done.returncode == 0, done.stderr + done.stdout
-    plan = RunDirectory(tmp_path / "run").read_plan()
-    assert plan is not None
+    plan = known(RunDirectory(tmp_path / "run").read_plan())
     assert plan.chosen.epoch_time_s == pytest.approx(15.625 * plan.chosen.step_time_s)
 
 
@@ -197,8 +194,7 @@ max_batch = 32
     found = [(m.local_batch, m.accumulation, m.failure) for m in run.measurements().records]
     good = [(16, 1, None), (32, 2, None)]
     assert Counter(found) == Counter([*good, (32, 1, Failure.DEVICE_OOM)])
-    plan = run.read_plan()
-    assert plan is not None
+    plan = known(run.read_plan())
     assert [(c.local_batch, c.accumulation, c.feasible) for c in plan.candidates] == [
         (batch, passes, True) for batch, passes, _ in good
     ]

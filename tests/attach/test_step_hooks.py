@@ -1055,10 +1055,7 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
     # the smaller model's steps do not count
     "with two optimizers": (with_two_optimizers, "ready step, forward 5 ready step"),
     "with a critic": (with_a_critic, "ready step, forward 5 ready step"),
-    "with actions": (
-        with_actions,
-        "ready step, forward 1 forward 1 forward 2 unused 1 unused 1 ready step",
-    ),
+    "with actions": (with_actions, "ready step, forward 1 forward 1 forward 2 unused 1 unused 1 ready step"),
     "with actions and a loader": (
         with_actions_and_a_loader,
         "ready step,"

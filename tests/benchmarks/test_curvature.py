@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,34 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from tests.benchmarks.curvature import (
-    Curvature,
-    LocalHessian,
-    measure_curvature,
-    power_iteration,
-    start_vector,
-)
+from tests.benchmarks.curvature import Curvature, LocalHessian, measure_curvature, power_iteration
 from tests.forked import start_workers
 
 pytestmark = pytest.mark.thorough
 WORKERS = 2
 cross_entropy = nn.CrossEntropyLoss()
-
-
-class Quadratic(nn.Module):
-    """A model that outputs its parameter; with `quadratic_loss` the Hessian is the matrix passed as the targets."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(3)))
-
-    def forward(self, _: Tensor) -> Tensor:
-        return self.weight
-
-
-def quadratic_loss(weight: Tensor, matrix: Tensor) -> Tensor:
-    value: Tensor = 0.5 * weight @ matrix @ weight
-    return value
 
 
 def symmetric(eigenvalues: list[float], seed: int = 0) -> Tensor:
@@ -51,11 +28,6 @@ def symmetric(eigenvalues: list[float], seed: int = 0) -> Tensor:
     basis, _ = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
     matrix: Tensor = basis @ torch.diag(torch.tensor(eigenvalues, dtype=torch.float64)) @ basis.T
     return matrix
-
-
-def of_quadratic(matrix: Tensor, **options: Any) -> Curvature:
-    model = Quadratic(len(matrix))
-    return measure_curvature(LocalHessian(model, quadratic_loss, torch.zeros(1), matrix, [model.weight]), **options)
 
 
 def network() -> nn.Module:
@@ -98,25 +70,6 @@ def curvature_of(model: nn.Module, size: int = 16, **options: Any) -> Curvature:
     return measure_curvature(hessian, **options)
 
 
-@pytest.mark.parametrize(
-    ("eigenvalues", "dominant", "largest"),
-    [([5.0, 3.0, 1.0, -2.0], 5.0, 5.0), ([-6.0, 3.0, 1.0, 0.5], -6.0, 3.0), ([-3.0, -2.0, -1.0], -3.0, -1.0)],
-    ids=["positive", "negative is dominant", "all negative"],
-)
-def test_a_quadratics_eigenvalues_are_found(eigenvalues: list[float], dominant: float, largest: float) -> None:
-    found = of_quadratic(symmetric(eigenvalues), tolerance=1e-6, max_iterations=500)
-    assert found.dominant.value == pytest.approx(dominant)
-    assert found.largest.value == pytest.approx(largest)
-
-
-def test_gradient_norm_and_direction_are_the_quadratics() -> None:
-    matrix = symmetric([5.0, 3.0, 1.0])
-    found = of_quadratic(matrix, tolerance=1e-7)
-    assert found.gradient_norm == pytest.approx(float((matrix @ Quadratic(3).weight.detach()).norm()))
-    assert float(found.direction.norm()) == pytest.approx(1)
-    torch.testing.assert_close(matrix @ found.direction, 5 * found.direction, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("build", [network, with_batchnorm])
 def test_equals_the_exact_hessians(build: Callable[[], nn.Module], training: bool) -> None:
@@ -126,21 +79,6 @@ def test_equals_the_exact_hessians(build: Callable[[], nn.Module], training: boo
     found = curvature_of(model, tolerance=1e-5, max_iterations=2000)
     assert found.dominant.value == pytest.approx(float(eigenvalues[eigenvalues.abs().argmax()]), rel=1e-4)
     assert found.largest.value == pytest.approx(float(eigenvalues[-1]), rel=1e-4)
-
-
-def test_a_product_is_that_with_the_exact_matrix() -> None:
-    model = with_batchnorm()
-    vector = start_vector(list(model.parameters()), seed=1)
-    hessian = LocalHessian(model, cross_entropy, *batch(16), list(model.parameters()))
-    # the graph can be used again
-    for _ in range(2):
-        product = torch.cat([part.flatten() for part in hessian.product(vector) if part is not None])
-        torch.testing.assert_close(product, exact_hessian(model, *batch(16)) @ vector)
-
-
-def test_the_modes_of_batchnorm_differ() -> None:
-    values = {curvature_of(with_batchnorm().train(training)).dominant.value for training in (True, False)}
-    assert len(values) == 2
 
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=6), st.integers(1, 8), st.integers(0, 100))
@@ -154,47 +92,6 @@ def test_an_eigenvalue_is_within_the_residual_after_any_number_of_steps(
     assert found.iterations <= steps
 
 
-def test_a_smaller_tolerance_takes_more_steps_and_leaves_a_smaller_residual() -> None:
-    matrix = symmetric([5.0, 4.5, 1.0, -2.0])
-    rough, fine = (of_quadratic(matrix, tolerance=tolerance).dominant for tolerance in (0.05, 0.001))
-    assert rough.iterations < fine.iterations < 100
-    assert fine.residual <= 0.001 * fine.value
-    assert fine.residual < rough.residual <= 0.05 * rough.value
-
-
-@pytest.mark.parametrize("factor", [1e-3, 1e3])
-def test_the_tolerance_is_relative(factor: float) -> None:
-    matrix = symmetric([5.0, 4.5, 1.0, -2.0])
-    assert of_quadratic(factor * matrix).dominant.iterations == of_quadratic(matrix).dominant.iterations
-
-
-def test_a_start_near_the_end_takes_fewer_steps() -> None:
-    matrix = symmetric([5.0, 4.5, 1.0, -2.0])
-    first = of_quadratic(matrix)
-    again = of_quadratic(matrix + 0.01 * torch.eye(4), start=first.direction)
-    assert again.dominant.iterations < first.dominant.iterations
-
-
-def test_opposite_eigenvalues_are_owned_up_to() -> None:
-    found = of_quadratic(symmetric([4.0, -4.0, 1.0]), max_iterations=30).dominant
-    assert found.iterations == 30
-    assert found.residual > 0.1 * 4
-
-
-def test_a_linear_loss_has_no_curvature() -> None:
-    model = nn.Linear(4, 1, bias=False)
-    hessian = LocalHessian(model, lambda out, _: out.mean(), batch(4)[0].float(), torch.zeros(4), [model.weight])
-    found = measure_curvature(hessian)
-    assert found.dominant == (0.0, 0.0, 1)
-    assert found.gradient_norm > 0
-
-
-def test_a_loss_that_is_not_finite_ends_at_once() -> None:
-    found = of_quadratic(symmetric([1.0, 2.0]) * math.nan)
-    assert math.isnan(found.dominant.value)
-    assert found.dominant.iterations == 1
-
-
 def test_frozen_parameters_are_left_out_and_unused_ones_do_no_harm() -> None:
     model = network()
     model.get_submodule("0").requires_grad_(False)
@@ -206,15 +103,6 @@ def test_frozen_parameters_are_left_out_and_unused_ones_do_no_harm() -> None:
     assert len(found.direction) == 3 + len(block)
     # the unused one comes first
     assert float(found.direction[:3].norm()) == pytest.approx(0, abs=1e-6)
-
-
-def test_attention_has_a_second_derivative() -> None:
-    torch.manual_seed(0)
-    # dropout would exclude fused kernels
-    layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
-    inputs = torch.randn(2, 3, 8)
-    hessian = LocalHessian(layer, lambda out, _: out.square().mean(), inputs, torch.zeros(2), list(layer.parameters()))
-    assert measure_curvature(hessian, max_iterations=3).dominant.iterations == 3
 
 
 def test_training_goes_on_as_if_it_had_not_been_measured() -> None:

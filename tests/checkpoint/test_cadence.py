@@ -9,13 +9,7 @@ from hypothesis import strategies as st
 
 from tula_hpc.analysis.costs import interruptions
 from tula_hpc.analysis.costs.interruptions import MAX_SHARE, MIN_INTERVAL_S, MOST_S, best_interval_s
-from tula_hpc.checkpoint.interval import (
-    FIRST_S,
-    WARM_UP_STEPS,
-    Cadence,
-    Interruptions,
-    expected_interruptions,
-)
+from tula_hpc.checkpoint.interval import FIRST_S, WARM_UP_STEPS, Cadence, Interruptions, expected_interruptions
 from tula_hpc.config import PricingSpec, TrainingSpec
 
 DAY_S = 86_400.0

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.known import known
 from tests.run_factory import CLUSTER_TOML, SWEEP_TOML
 from tula_hpc import command_errors, records
 from tula_hpc.analysis.report.output import replace_files
@@ -186,8 +187,7 @@ def test_a_checkpoint_is_saved_whole_or_not_at_all(tmp_path: Path) -> None:
     assert list(store.folder.iterdir()) == [kept]
     assert store.load_latest() is not None
     store.save(large, samples_seen=2)
-    loaded = store.load_latest()
-    assert loaded is not None
+    loaded = known(store.load_latest())
     assert loaded.samples_seen == 2
 
 
@@ -217,8 +217,7 @@ def everything(root: Path) -> dict[Path, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("place", "words"),
-    [("small_disk", "No space left on device"), ("small_quota", "Disk quota exceeded")],
+    ("place", "words"), [("small_disk", "No space left on device"), ("small_quota", "Disk quota exceeded")]
 )
 def test_a_full_disk_is_named_leaves_nothing_half_written_and_with_space_it_goes_on(
     request: pytest.FixtureRequest, place: str, words: str
@@ -242,8 +241,7 @@ def test_a_full_disk_is_named_leaves_nothing_half_written_and_with_space_it_goes
     for action in todo.values():
         action()
     assert len(run.events()) == 2
-    loaded = CheckpointStore(run.train().checkpoints).load_latest()
-    assert loaded is not None
+    loaded = known(CheckpointStore(run.train().checkpoints).load_latest())
     assert loaded.samples_seen == 2
 
 

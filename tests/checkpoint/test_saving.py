@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.checkpoint.test_checkpoint import in_child
+from tests.known import known
 from tula_hpc.checkpoint import store as checkpoint
 from tula_hpc.checkpoint.background import Saving, error_number
 from tula_hpc.checkpoint.interval import Cadence, Interruptions
@@ -62,8 +63,7 @@ class Training:
 
 def saved_step(folder: Path) -> int:
     """Return the step of the newest checkpoint; assert that all its parts are of that step."""
-    loaded = CheckpointStore(folder).load_latest()
-    assert loaded is not None
+    loaded = known(CheckpointStore(folder).load_latest())
     step = loaded.state["step"]
     assert loaded.state["weights"].eq(step).all()
     assert loaded.state["losses"] == [step]
@@ -160,8 +160,7 @@ def fail(code: int) -> Callable[..., None]:
 
 
 def wait_until_over(training: Training) -> None:
-    write = training.saving.writer.write if training.saving.writer is not None else None
-    assert write is not None
+    write = known(training.saving.writer.write if training.saving.writer is not None else None)
     write.exception(timeout=30)
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from tests.run_factory import CLUSTER_TOML, SWEEP_TOML
+from tests.run_factory import CLUSTER_TOML, SWEEP_TOML, sweep_of
 from tula_hpc import env
 from tula_hpc.cli import detached
 from tula_hpc.cli.open_run import work
-from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep
+from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.env import unix_time
 from tula_hpc.errors import (
     LaunchError,
@@ -331,8 +331,7 @@ def on_its_way(cluster: Cluster) -> Sweep:
     cluster.run.log_event("detached", CONTROL, data={"until": "report"})
     cluster.run.log_event("submitted", "train", job_id="50", data={"label": "main"})
     cluster.jobs["50"] = ""
-    run = cluster.run
-    return Sweep(load_frozen_sweep(run.sweep_file), load_cluster(run.cluster_file), run)
+    return sweep_of(cluster.run)
 
 
 def test_a_plain_command_on_a_detached_sweep_waits_and_leaves_it_alone(

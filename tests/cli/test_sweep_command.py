@@ -19,17 +19,31 @@ from typing import Any
 import pytest
 
 from tests.fake_slurm import put_commands
+from tests.known import known
 from tests.planning_data import failed, ok
-from tests.run_factory import EPOCHS, candidate, make_run, plan, write_plan, write_training
-from tula_hpc.cli.changed_inputs import freeze
+from tests.run_factory import EPOCHS, candidate, make_run, plan, script_spec, sweep_of, write_plan, write_training
+from tula_hpc.__main__ import main as tula
+from tula_hpc.analysis.costs.training_bill import Compared, Source, TrainingBill
+from tula_hpc.analysis.plan import lost_inputs
+from tula_hpc.analysis.report.bill_text import bill_sentences, promised_amounts
+from tula_hpc.cli import open_run as opening
+from tula_hpc.cli.changed_inputs import changes_of, freeze
 from tula_hpc.cli.commands import COMMANDS
-from tula_hpc.config import PUT_BACK, ClusterSpec, SweepSpec, load_cluster, load_sweep
-from tula_hpc.errors import InputError, TrialError
+from tula_hpc.cli.open_run import check_run, open_run
+from tula_hpc.cli.options import load_inputs
+from tula_hpc.cli.pipeline import _cost, _decision, _model_lines, _say_plan, _say_what_it_takes, carry_out
+from tula_hpc.config import PUT_BACK, ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep, load_sweep
+from tula_hpc.errors import InputError, RunDirectoryError, TrialError
 from tula_hpc.files import PLAN_WITHOUT_MEASUREMENTS
-from tula_hpc.formatting import command_line, format_duration
+from tula_hpc.formatting import command_line, format_duration, format_money
+from tula_hpc.launch.local_executor import is_alive
 from tula_hpc.records import Configuration, Footprint, JobNote, RunDirectory, append_record
 from tula_hpc.stages.batches_that_fit import Estimate
-from tula_hpc.sweep import main
+from tula_hpc.stages.context import Sweep
+from tula_hpc.stages.rehearsal import ELSEWHERE
+from tula_hpc.status import __main__ as status
+from tula_hpc.status.run_files import read_facts
+from tula_hpc.sweep import _parser, main
 from tula_hpc.workloads.footprint import estimate_footprint
 
 SWEEP = """
@@ -139,6 +153,12 @@ def test_a_mistyped_word_of_the_command_line_is_named(
     assert re.fullmatch(f"tula {command}: {mistake}; see tula {command} --help\n", capsys.readouterr().err)
 
 
+def inputs_of(sweep_file: Path, *keys: str, cluster: Path | None = None) -> tuple[SweepSpec, ClusterSpec]:
+    """Read the input files with these keys set, as the command does."""
+    given = [str(sweep_file), *(word for key in keys for word in ("--set", key))]
+    return load_inputs(_parser().parse_args([*given, "--cluster", str(cluster)] if cluster else given))
+
+
 def measure(run: RunDirectory) -> None:
     """Write a measurement of a job whose end has been handled."""
     run.log_event("submitted", "profile", job_id="1")
@@ -147,14 +167,10 @@ def measure(run: RunDirectory) -> None:
 
 
 def test_a_forgotten_cluster_file_is_named(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tula_hpc.cli.open_run import open_run
-    from tula_hpc.cli.options import load_inputs
-    from tula_hpc.sweep import _parser
-
-    given = ["--cluster", "cluster.toml"]
-    (sweep_file.parent / "cluster.toml").write_text("max_nodes = 2\n")
+    cluster_file = sweep_file.parent / "cluster.toml"
+    cluster_file.write_text("max_nodes = 2\n")
     root = sweep_file.parent / "my run"
-    run = open_run(*load_inputs(_parser().parse_args([str(sweep_file), *given])), root).run
+    run = open_run(*inputs_of(sweep_file, cluster=cluster_file), root).run
     measure(run)
     for nodes, values in ((64, []), (3, ["--set", "cluster.max_nodes=3"])):
         assert main([str(sweep_file), "--run-dir", str(root), "--dry-run", *values]) == 2
@@ -167,12 +183,8 @@ def test_a_forgotten_cluster_file_is_named(sweep_file: Path, capsys: pytest.Capt
 def test_other_inputs_are_refused_with_the_difference(
     sweep_file: Path, capsys: pytest.CaptureFixture[str], dry: tuple[str, ...]
 ) -> None:
-    from tula_hpc.cli.open_run import open_run
-    from tula_hpc.cli.options import load_inputs
-    from tula_hpc.sweep import _parser
-
     root = sweep_file.parent / "run"
-    run = open_run(*load_inputs(_parser().parse_args([str(sweep_file)])), root).run
+    run = open_run(*inputs_of(sweep_file), root).run
     measure(run)
     (run.train().root / "checkpoints").mkdir(parents=True)
     again = [str(sweep_file), "--run-dir", str(root), *dry]
@@ -214,8 +226,6 @@ def test_other_inputs_are_refused_with_the_difference(
 
 
 def test_a_refusal_lists_only_what_may_not_change(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tula_hpc.cli.open_run import open_run
-
     data = "workload.dataset=cifar10"
     run = open_run(*inputs_of(sweep_file, data, "workload.data_dir=/"), sweep_file.parent / "run").run
     measure(run)
@@ -231,20 +241,9 @@ def test_a_refusal_lists_only_what_may_not_change(sweep_file: Path, capsys: pyte
     assert refused == ["objective.kind", "workload.lr", "workload.seed"]
 
 
-def inputs_of(sweep_file: Path, *keys: str) -> tuple[SweepSpec, ClusterSpec]:
-    from tula_hpc.cli.options import load_inputs
-    from tula_hpc.sweep import _parser
-
-    return load_inputs(_parser().parse_args([str(sweep_file), *(word for key in keys for word in ("--set", key))]))
-
-
 def test_inputs_may_be_corrected_until_something_was_measured(
     sweep_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tula_hpc.cli.open_run import check_run, open_run
-    from tula_hpc.config import load_sweep
-    from tula_hpc.errors import RunDirectoryError
-
     def inputs(seed: int) -> tuple[SweepSpec, ClusterSpec]:
         return inputs_of(sweep_file, f"workload.seed={seed}")
 
@@ -281,10 +280,6 @@ def test_inputs_may_be_corrected_until_something_was_measured(
 
 
 def test_a_run_on_slurm_asks_for_its_cluster_file(sweep_file: Path) -> None:
-    from tula_hpc.cli.open_run import check_run, open_run
-    from tula_hpc.config import ClusterSpec
-    from tula_hpc.errors import RunDirectoryError
-
     spec, here = inputs_of(sweep_file)
     run = open_run(spec, ClusterSpec(executor="slurm", partition="batch"), sweep_file.parent / "run").run
     measure(run)
@@ -293,10 +288,6 @@ def test_a_run_on_slurm_asks_for_its_cluster_file(sweep_file: Path) -> None:
 
 
 def test_a_run_without_a_cluster_file_is_called_that_where_one_is_given(sweep_file: Path) -> None:
-    from tula_hpc.cli.open_run import check_run, open_run
-    from tula_hpc.config import ClusterSpec
-    from tula_hpc.errors import RunDirectoryError
-
     spec, here = inputs_of(sweep_file)
     run = open_run(spec, here, sweep_file.parent / "run").run
     measure(run)
@@ -307,10 +298,6 @@ def test_a_run_without_a_cluster_file_is_called_that_where_one_is_given(sweep_fi
 
 
 def test_other_inputs_wait_for_the_jobs_of_the_earlier_ones(sweep_file: Path) -> None:
-    from tula_hpc.cli.open_run import check_run, open_run
-    from tula_hpc.errors import RunDirectoryError
-    from tula_hpc.launch.local_executor import is_alive
-
     run = open_run(*inputs_of(sweep_file), sweep_file.parent / "run").run
     others = inputs_of(sweep_file, "workload.seed=1")
     folder = run.slurm / "profile-1"
@@ -335,10 +322,6 @@ def test_other_inputs_wait_for_the_jobs_of_the_earlier_ones(sweep_file: Path) ->
 
 
 def test_a_copy_of_a_run_at_work_does_not_wait_for_jobs_that_write_elsewhere(sweep_file: Path) -> None:
-    from tula_hpc.cli.open_run import open_run
-    from tula_hpc.errors import RunDirectoryError
-    from tula_hpc.status.run_files import read_facts
-
     inputs = inputs_of(sweep_file)
     # whoever made the copied run chose this name, and the message asks for it to be typed
     run = open_run(*inputs, sweep_file.parent / "run; ls").run
@@ -368,8 +351,6 @@ def test_a_copy_of_a_run_at_work_does_not_wait_for_jobs_that_write_elsewhere(swe
 def test_inputs_that_another_command_replaced_are_not_worked_with(
     sweep_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tula_hpc.cli.open_run import open_run
-
     def open_two(*inputs: Any, **options: Any) -> Any:
         opened = open_run(*inputs, **options)
         open_run(*inputs_of(sweep_file, "workload.seed=1"), opened.run.root)
@@ -381,10 +362,6 @@ def test_inputs_that_another_command_replaced_are_not_worked_with(
 
 
 def test_data_may_move_at_any_time(sweep_file: Path) -> None:
-    from tula_hpc.cli.open_run import open_run
-    from tula_hpc.config import load_sweep
-    from tula_hpc.errors import RunDirectoryError
-
     def inputs(*more: str) -> tuple[SweepSpec, ClusterSpec]:
         return inputs_of(sweep_file, "workload.dataset=cifar10", *more)
 
@@ -401,10 +378,6 @@ def test_data_may_move_at_any_time(sweep_file: Path) -> None:
 
 
 def test_bounds_of_the_search_may_change_until_something_was_trained(sweep_file: Path) -> None:
-    from tula_hpc.cli.open_run import open_run
-    from tula_hpc.config import load_sweep
-    from tula_hpc.errors import RunDirectoryError
-
     run = open_run(*inputs_of(sweep_file, "search.max_batch=4096"), sweep_file.parent / "run").run
     measure(run)
     open_run(*inputs_of(sweep_file, "search.max_batch=1024"), run.root)
@@ -418,19 +391,10 @@ def test_bounds_of_the_search_may_change_until_something_was_trained(sweep_file:
 def test_what_no_measurement_depends_on_may_change_until_something_was_trained(
     sweep_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tula_hpc.cli.open_run import check_run, open_run
-    from tula_hpc.cli.options import load_inputs
-    from tula_hpc.config import load_sweep
-    from tula_hpc.errors import RunDirectoryError
-    from tula_hpc.sweep import _parser
-
-    def inputs(*keys: str) -> tuple[SweepSpec, ClusterSpec]:
-        return load_inputs(_parser().parse_args([str(sweep_file), *(word for key in keys for word in ("--set", key))]))
-
-    run = open_run(*inputs(), sweep_file.parent / "run").run
+    run = open_run(*inputs_of(sweep_file), sweep_file.parent / "run").run
     measure(run)
     run.plan_file.write_text("{}")
-    changed = inputs("workload.lr=0.01", "objective.kind=cost", "training.delta=0.3")
+    changed = inputs_of(sweep_file, "workload.lr=0.01", "objective.kind=cost", "training.delta=0.3")
     check_run(*changed, run.root)
     assert run.plan_file.exists()
     opened = open_run(*changed, run.root)
@@ -438,8 +402,8 @@ def test_what_no_measurement_depends_on_may_change_until_something_was_trained(
     assert not run.plan_file.exists(), "the plan is made anew"
     assert "workload.lr: 0.05 before, 0.01 from now on" in capsys.readouterr().err
     with pytest.raises(RunDirectoryError, match=r"workload\.seed: 0 before, 1 now"):
-        open_run(*inputs("workload.lr=0.01", "workload.seed=1"), run.root)
-    other = inputs("workload.lr=0.02", "objective.kind=cost", "training.delta=0.3")
+        open_run(*inputs_of(sweep_file, "workload.lr=0.01", "workload.seed=1"), run.root)
+    other = inputs_of(sweep_file, "workload.lr=0.02", "objective.kind=cost", "training.delta=0.3")
     # a finished job whose files were moved away; no process has its number
     run.log_event("submitted", "train", job_id="99999999")
     check_run(*other, run.root)
@@ -452,8 +416,6 @@ def test_what_no_measurement_depends_on_may_change_until_something_was_trained(
 @pytest.mark.parametrize("key", ["tf32", "cudnn_benchmark"])
 def test_a_run_of_an_earlier_version_goes_on_until_a_new_key_is_set(sweep_file: Path, key: str) -> None:
     """Otherwise nobody would know which kernels were measured."""
-    from tula_hpc.cli.open_run import open_run
-    from tula_hpc.errors import RunDirectoryError
 
     run = open_run(*inputs_of(sweep_file), sweep_file.parent / "run").run
     measure(run)
@@ -466,12 +428,9 @@ def test_a_run_of_an_earlier_version_goes_on_until_a_new_key_is_set(sweep_file: 
 
 
 @pytest.mark.parametrize(
-    ("table", "key"),
-    [("workload", "hang_minutes"), ("workload", "accumulation"), ("study", "tuning_holdout")],
+    ("table", "key"), [("workload", "hang_minutes"), ("workload", "accumulation"), ("study", "tuning_holdout")]
 )
 def test_a_run_of_an_earlier_version_may_lack_a_key_of_scripts_or_studies(tmp_path: Path, table: str, key: str) -> None:
-    from tula_hpc.cli.changed_inputs import changes_of
-
     script = {"script": "/x.py", "arguments": ["{local_batch}"], "samples": 64, "epochs": 1}
     tables = {"workload": {"workload": script}, "study": {"study": {"methods": ["lbt"], "batches": [64]}}}[table]
     spec = SweepSpec.model_validate({"name": "x", **tables}, context={"check_paths": False})
@@ -493,9 +452,6 @@ def test_a_run_of_an_earlier_version_may_lack_a_key_of_scripts_or_studies(tmp_pa
 def test_a_run_whose_file_has_what_is_not_set_now_does_not_go_on(
     sweep_file: Path, file: str, table: str, line: str, refused: str
 ) -> None:
-    from tula_hpc.cli.open_run import open_run
-    from tula_hpc.errors import RunDirectoryError
-
     run = open_run(*inputs_of(sweep_file), sweep_file.parent / "run").run
     measure(run)
     (run.train().root / "checkpoints").mkdir(parents=True)
@@ -511,8 +467,6 @@ def test_a_run_whose_file_has_what_is_not_set_now_does_not_go_on(
 def test_a_working_directory_that_was_deleted_is_named(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tula_hpc.__main__ import main as tula
-
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
@@ -524,15 +478,8 @@ def test_a_working_directory_that_was_deleted_is_named(
 def test_how_jobs_are_submitted_may_change_while_a_run_goes_on(
     sweep_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tula_hpc.cli.open_run import check_run, open_run
-    from tula_hpc.cli.options import load_inputs
-    from tula_hpc.config import load_cluster
-    from tula_hpc.errors import RunDirectoryError
-    from tula_hpc.sweep import _parser
-
     def inputs(*keys: str) -> tuple[SweepSpec, ClusterSpec]:
-        keys = tuple(word for key in keys for word in ("--set", f"cluster.{key}"))
-        return load_inputs(_parser().parse_args([str(sweep_file), "--cluster", str(cluster_file), *keys]))
+        return inputs_of(sweep_file, *(f"cluster.{key}" for key in keys), cluster=cluster_file)
 
     cluster_file = sweep_file.parent / "c.toml"
     cluster_file.write_text('executor = "slurm"\naccount = "spent"\n')
@@ -566,20 +513,8 @@ def test_how_jobs_are_submitted_may_change_while_a_run_goes_on(
 
 
 def test_what_a_scripts_output_is_searched_for_may_change_after_profiles(sweep_file: Path) -> None:
-    from tula_hpc.cli.open_run import check_run, open_run
-    from tula_hpc.errors import RunDirectoryError
-
-    (sweep_file.parent / "train.py").touch()
-    script = {
-        "script": str(sweep_file.parent / "train.py"),
-        "arguments": ["{local_batch}"],
-        "samples": 640,
-        "epochs": 3,
-    }
-    before, after = (
-        SweepSpec.model_validate({"name": "x", "workload": {**script, "metric": f"{name} (?P<test_accuracy>.*)"}})
-        for name in ("acc", "Acc")
-    )
+    metrics = (f"{name} (?P<test_accuracy>.*)" for name in ("acc", "Acc"))
+    before, after = (script_spec(sweep_file.parent, metric=metric) for metric in metrics)
     run = open_run(before, ClusterSpec(), sweep_file.parent / "run").run
     measure(run)
     check_run(after, ClusterSpec(), run.root)
@@ -610,44 +545,29 @@ def test_a_script_that_is_gone_after_it_was_measured_gets_its_name_back(
 
 
 def test_a_script_whose_folder_was_moved_is_the_same(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tula_hpc.cli.open_run import open_run
-    from tula_hpc.config import load_frozen_sweep
-    from tula_hpc.errors import RunDirectoryError
-
-    def with_script(path: Path) -> SweepSpec:
-        path.parent.mkdir(exist_ok=True)
-        path.touch()
-        script = {"script": str(path), "arguments": ["{local_batch}"], "samples": 640, "epochs": 3}
-        return SweepSpec.model_validate({"name": "x", "workload": script})
-
     first, copied, moved = (sweep_file.parent / name for name in ("first", "copied", "moved"))
-    run = open_run(with_script(first / "train.py"), ClusterSpec(), first / "run").run
+    first.mkdir()
+    run = open_run(script_spec(first), ClusterSpec(), first / "run").run
     measure(run)
     shutil.copytree(first, copied)
-    open_run(with_script(copied / "train.py"), ClusterSpec(), copied / "run")
+    open_run(script_spec(copied), ClusterSpec(), copied / "run")
     (copied / "train.py").write_text("another = 1\n")
     with pytest.raises(RunDirectoryError, match=r"workload\.script: .*first/train\.py before, .*copied/train\.py now"):
-        open_run(with_script(copied / "train.py"), ClusterSpec(), run.root)
+        open_run(script_spec(copied), ClusterSpec(), run.root)
     first.rename(moved)
-    open_run(with_script(moved / "train.py"), ClusterSpec(), moved / "run")
+    open_run(script_spec(moved), ClusterSpec(), moved / "run")
     assert load_frozen_sweep(moved / "run" / "sweep.toml").workload.script == moved / "train.py"
     assert "workload.script: " in capsys.readouterr().err
+    (other := moved / "other.py").touch()
     with pytest.raises(RunDirectoryError, match=r"workload\.script"):
-        open_run(with_script(moved / "other.py"), ClusterSpec(), moved / "run")
+        open_run(script_spec(moved, script=str(other)), ClusterSpec(), moved / "run")
 
 
 def test_keys_of_a_partition_are_free_as_those_of_the_cluster(
     sweep_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tula_hpc.cli.open_run import check_run, open_run
-    from tula_hpc.cli.options import load_inputs
-    from tula_hpc.config import load_cluster
-    from tula_hpc.errors import RunDirectoryError
-    from tula_hpc.sweep import _parser
-
     def inputs(*keys: str) -> tuple[SweepSpec, ClusterSpec]:
-        words = (word for key in keys for word in ("--set", f"partitions.{key}"))
-        return load_inputs(_parser().parse_args([str(sweep_file), "--cluster", str(cluster_file), *words]))
+        return inputs_of(sweep_file, *(f"partitions.{key}" for key in keys), cluster=cluster_file)
 
     cluster_file = sweep_file.parent / "c.toml"
     tables = ['[[partitions]]\npartition = "v1.pricing.x"\naccount = "spent"\n', '[[partitions]]\npartition = "dear"\n']
@@ -703,19 +623,16 @@ def test_a_mistake_that_the_trial_finds_names_the_sweep_file(
 
 
 def test_data_of_the_compute_nodes_alone_need_a_word(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tula_hpc.cli.options import load_inputs
-    from tula_hpc.stages.rehearsal import ELSEWHERE
-    from tula_hpc.sweep import _parser
-
     cluster_file = sweep_file.parent / "c.toml"
     cluster_file.write_text('executor = "slurm"\n')
-    given = [str(sweep_file), "--set", "workload.dataset=imagenet", "--set", "workload.data_dir=/local/imagenet"]
+    keys = ("workload.dataset=imagenet", "workload.data_dir=/local/imagenet")
+    given = [str(sweep_file), *(word for key in keys for word in ("--set", key))]
     on_slurm = [*given, "--cluster", str(cluster_file)]
     assert main([*on_slurm, *TRIED]) == 2
     refused = capsys.readouterr().err
     assert "workload.data_dir: no such folder: " in refused
     assert refused.endswith(f"; check the path\n{ELSEWHERE}\n")
-    spec, _ = load_inputs(_parser().parse_args(on_slurm))
+    spec, _ = inputs_of(sweep_file, *keys, cluster=cluster_file)
     assert spec.workload.data_dir == Path("/local/imagenet")
     assert capsys.readouterr().err == f"warning: {refused.splitlines()[0]}\n"
     # on this machine jobs find no more than the command does
@@ -819,19 +736,14 @@ def test_a_reader_that_stops_gets_no_error(sweep_file: Path) -> None:
     command = [sys.executable, "-m", "tula_hpc.sweep", str(sweep_file), "--dry-run"]
     here = Path(__file__).parents[2]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=here)
-    assert process.stdout is not None
-    process.stdout.close()
+    known(process.stdout).close()
     _, words = process.communicate(timeout=60)
     assert (process.returncode, words) == (128 + signal.SIGPIPE, b"")
 
 
 def test_a_run_that_is_in_use_is_refused_with_its_owner(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tula_hpc.cli.open_run import open_run
-    from tula_hpc.cli.options import load_inputs
-    from tula_hpc.sweep import _parser
-
     root = sweep_file.parent / "run"
-    sweep = open_run(*load_inputs(_parser().parse_args([str(sweep_file)])), root)
+    sweep = open_run(*inputs_of(sweep_file), root)
     with sweep.run.locked():
         assert main([str(sweep_file), "--run-dir", str(root)]) == 2
     assert f"is in use by process {os.getpid()}" in capsys.readouterr().err
@@ -841,9 +753,6 @@ def test_a_run_that_is_in_use_is_refused_with_its_owner(sweep_file: Path, capsys
 def test_an_interrupt_ends_a_command_though_slurm_does_not_answer(
     sweep_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tula_hpc.cli import open_run as command
-    from tula_hpc.stages.context import Sweep
-
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -853,14 +762,14 @@ def test_an_interrupt_ends_a_command_though_slurm_does_not_answer(
     (sweep_file.parent / "squeue").write_text("#!/bin/sh\nexec /bin/sleep 600\n")
     (sweep_file.parent / "squeue").chmod(0o700)
     monkeypatch.setenv("PATH", str(sweep_file.parent))
-    monkeypatch.setattr(command, "LAST_ANSWER_S", 0.2)
+    monkeypatch.setattr(opening, "LAST_ANSWER_S", 0.2)
     monkeypatch.setattr("tula_hpc.cli.pipeline.carry_out", interrupted)
     # it is ignored in the background of a shell without job control
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # a second Ctrl-C while Slurm is asked
     once_more = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
     once_more.start()
-    assert command.work(sweep, "report") == 130
+    assert opening.work(sweep, "report") == 130
     once_more.join()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     output = capsys.readouterr().err
@@ -868,7 +777,7 @@ def test_an_interrupt_ends_a_command_though_slurm_does_not_answer(
     assert "unless they are over: Slurm does not answer; to cancel them: scancel 7" in output
     assert " --detach\n" not in output
     monkeypatch.setattr("tula_hpc.cli.detached.carry_on_detached", interrupted)
-    assert command.work(sweep, "report", detach=True) == 130
+    assert opening.work(sweep, "report", detach=True) == 130
     assert " --detach\n" in capsys.readouterr().err
 
 
@@ -916,10 +825,6 @@ def test_an_interrupt_that_a_library_swallows_while_inputs_are_read_ends_the_com
 def test_status_and_the_command_say_the_same_about_a_lost_file(
     sweep_file: Path, capsys: pytest.CaptureFixture[str], name: str, content: str | None, words: str
 ) -> None:
-    from tula_hpc.analysis.plan import lost_inputs
-    from tula_hpc.cli.open_run import open_run
-    from tula_hpc.status import __main__ as status
-
     run = open_run(*inputs_of(sweep_file), sweep_file.parent / "run").run
     run.log_event("submitted", "train", job_id="2")
     run.log_event("ended", "train", job_id="2")
@@ -1031,8 +936,6 @@ def test_a_dry_run_without_slurm_says_that_it_was_not_asked(
 def test_a_run_next_to_the_sweep_file_is_named_where_another_folder_begins_a_new_one(
     sweep_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tula_hpc.cli.open_run import open_run
-
     earlier = open_run(*inputs_of(sweep_file), sweep_file.parent / "runs" / "small").run
     elsewhere = sweep_file.parent / "elsewhere"
     for folder in (sweep_file.parent, elsewhere):
@@ -1147,8 +1050,6 @@ def test_dry_run_of_an_adaptive_search_says_where_it_starts(
 def test_dry_run_of_a_search_that_has_begun_counts_what_is_left(
     sweep_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tula_hpc.cli.open_run import open_run
-
     more = [f"search.{each}" for each in ("mode=adaptive", "max_batch=1024")]
     run = open_run(load_sweep(sweep_file, more), ClusterSpec(), sweep_file.parent / "runs/small").run
     measure(run)
@@ -1216,12 +1117,9 @@ def test_a_dry_run_goes_on_without_an_estimate_and_says_why(
 def test_loaders_that_take_all_cores_of_a_gpus_worker_are_warned_of(
     sweep_file: Path, capsys: pytest.CaptureFixture[str], more: str, named: list[str]
 ) -> None:
-    from tula_hpc.cli.options import load_inputs
-    from tula_hpc.sweep import _parser
-
     cluster_file = sweep_file.parent / "c.toml"
     cluster_file.write_text(f'executor = "slurm"\n{more}')
-    load_inputs(_parser().parse_args([str(sweep_file), "--cluster", str(cluster_file)]))
+    inputs_of(sweep_file, cluster=cluster_file)
     output = capsys.readouterr().err.splitlines()
     assert [line.split(": ")[2] for line in output] == named
     assert all(f"warning: {cluster_file}: " in line and "expected at least 3, better 4" in line for line in output)
@@ -1277,14 +1175,8 @@ def test_dry_run_of_a_run_that_was_begun_says_what_is_left(
 def test_a_sweep_says_which_objective_it_trains_by_where_that_is_not_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tula_hpc.cli.pipeline import _say_plan
-    from tula_hpc.stages.context import Sweep
-
     run = make_run(tmp_path / "run", stage="plan")
-    sweep, made = (
-        Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run),
-        run.read_plan(),
-    )
+    sweep, made = sweep_of(run), run.read_plan()
 
     def note(**changed: object) -> str:
         _say_plan(sweep, made.model_copy(update=changed))
@@ -1307,9 +1199,6 @@ def test_a_sweep_says_which_objective_it_trains_by_where_that_is_not_its_own(
 def test_a_plan_without_its_measurements_is_reported_before_they_are_made_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tula_hpc.cli.pipeline import carry_out
-    from tula_hpc.stages.context import Sweep
-
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt
 
@@ -1319,20 +1208,17 @@ def test_a_plan_without_its_measurements_is_reported_before_they_are_made_again(
     monkeypatch.setattr("tula_hpc.cli.pipeline.try_before_jobs", lambda _: True)
     monkeypatch.setattr("tula_hpc.cli.pipeline.profile_stage", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        carry_out(Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run), "plan")
+        carry_out(sweep_of(run), "plan")
     assert f"warning: {PLAN_WITHOUT_MEASUREMENTS}: everything is measured and planned anew" in capsys.readouterr().err
 
 
 def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tula_hpc.cli.pipeline import _say_what_it_takes, carry_out
-    from tula_hpc.stages.context import Sweep
-
     run = make_run(tmp_path / "run", stage="plan")
     monkeypatch.setattr("tula_hpc.cli.pipeline._profile", lambda _: True)
     monkeypatch.setattr("tula_hpc.cli.pipeline.plan_stage", lambda sweep: sweep.run.read_plan())
-    sweep = Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run)
+    sweep = sweep_of(run)
     assert carry_out(sweep, "plan") == 0
     plan = run.read_plan()
     chosen = plan.chosen
@@ -1376,14 +1262,8 @@ def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(
 
 
 def test_the_end_says_where_a_script_has_written_its_files(tmp_path: Path) -> None:
-    from tula_hpc.cli.pipeline import _model_lines
-    from tula_hpc.stages.context import Sweep
-
     run = make_run(tmp_path / "run", stage="plan")
-    (tmp_path / "train.py").touch()
-    script = {"script": str(tmp_path / "train.py"), "arguments": ["{local_batch}"], "samples": 640, "epochs": 3}
-    spec = SweepSpec.model_validate({"name": "x", "workload": script})
-    sweep = Sweep(spec, load_cluster(run.cluster_file), run)
+    sweep = Sweep(script_spec(tmp_path), load_cluster(run.cluster_file), run)
     own = run.train().root / "script" / "work"
     (own / "out").mkdir(parents=True)
     (own / "out" / "data").symlink_to(run.sweep_file)
@@ -1395,26 +1275,17 @@ def test_the_end_says_where_a_script_has_written_its_files(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("price", [None, 3.0])
 def test_the_cost_at_the_end_says_where_its_price_is_the_default(tmp_path: Path, price: float | None) -> None:
-    from tula_hpc.cli.pipeline import _cost
-    from tula_hpc.stages.context import Sweep
-
     run = make_run(tmp_path / "run", stage="plan")
     values = [] if price is None else [f"pricing.usd_per_node_hour={price}"]
     cluster = load_cluster(run.cluster_file, ["pricing={}", *values])
-    text = _cost(Sweep(load_sweep(run.sweep_file, check_paths=False), cluster, run), run.read_plan(), None)
+    text = _cost(sweep_of(run)._replace(cluster=cluster), run.read_plan(), None)
     usual = "; at 1.00 USD per node and hour, the default of pricing.usd_per_node_hour"
     assert text.endswith(usual) == (price is None), text
 
 
 def test_the_predicted_cost_has_the_same_digits_wherever_it_is_shown(tmp_path: Path) -> None:
-    from tula_hpc.analysis.costs.training_bill import Compared, Source, TrainingBill
-    from tula_hpc.analysis.report.bill_text import bill_sentences, promised_amounts
-    from tula_hpc.cli.pipeline import _cost
-    from tula_hpc.formatting import format_money
-    from tula_hpc.stages.context import Sweep
-
     run = make_run(tmp_path / "run", stage="plan")
-    sweep = Sweep(load_sweep(run.sweep_file, check_paths=False), load_cluster(run.cluster_file), run)
+    sweep = sweep_of(run)
     cost = Compared(8.123, (4.0, 12.0), 9.0)
     predicted = promised_amounts(cost, "USD")[0]
     assert predicted != format_money(cost.expected), "its interval allows fewer digits"
@@ -1426,7 +1297,6 @@ def test_the_predicted_cost_has_the_same_digits_wherever_it_is_shown(tmp_path: P
 
 def test_the_end_says_whether_fewer_epochs_are_fewer_steps(tmp_path: Path) -> None:
     """An epoch that ends with a shorter batch has one step more than the plan's."""
-    from tula_hpc.cli.pipeline import _decision
 
     run = make_run(tmp_path / "run")
     made, result = run.read_plan(), run.train().read_result()

@@ -68,20 +68,16 @@ def complaint(load: Load, content: str | bytes, overrides: Sequence[str] = ()) -
         ("[[workload]]\nepochs = 1", "workload: expected a table, got "),
         ('[workload]\nepochs = "ten"', 'workload.epochs: expected a whole number, got "ten"'),
         ("[workload]\nepochs = 1.5", "workload.epochs: expected a whole number, got 1.5"),
-        ("[workload]\nepochs = true", "workload.epochs: expected a whole number, got true"),
         ("[workload]\nlr = 1979-05-27", 'workload.lr: expected a number, got "1979-05-27"'),
         ("[workload]\nlr = nan", "workload.lr: expected a finite number, got NaN"),
-        ("[workload]\nlr = -inf", "workload.lr: expected a finite number, got -Infinity"),
         ("[workload]\naugment = 1", "workload.augment: expected true or false, got 1"),
         ("[workload]\nmodel = 3", "workload.model: expected text in quotes, got 3"),
-        ("[workload]\ndata_dir = 3", "workload.data_dir: expected text in quotes, got 3"),
         ("[search]\ncluster_sizes = 2", r"search\.cluster_sizes: expected a list in brackets, got 2"),
         # impossible values
         ("[workload]\nepochs = 0", "workload.epochs: expected at least 1, got 0"),
         ("[workload]\nepochs = 99999999999999999999", "workload.epochs: expected at most 100000, got 9"),
         ("[workload]\nlr = 0", "workload.lr: expected more than 0, got 0"),
         ("[workload]\nmomentum = 1.0", "workload.momentum: expected less than 1.0, got 1.0"),
-        ("[workload]\nimage_size = 7", "workload.image_size: expected at least 8, got 7"),
         ('[workload]\noptimizer = "adam"', "workload.optimizer: expected 'sgd' or 'adamw', got \"adam\""),
         ('[workload]\nschedule = "step"', 'workload.milestones: schedule = "step" needs milestones, for example'),
         ("[workload]\nmilestones = [3, 2]", "workload.milestones: expected increasing epochs"),
@@ -173,7 +169,6 @@ def test_a_module_that_is_only_next_to_the_sweep_file_is_named_with_its_place(he
         ('[[partition]]\nmax_nodes = 2', r"partition: expected text .*\(did you mean \[\[partitions\]\]\?\), got \["),
         # values that become part of the job script, where a newline would start a line of its own
         ('partition = "a\\n#SBATCH --uid=0"', r'partition: expected 1 to 200 letters, .*, got "a\\n#SBATCH --uid=0"'),
-        ('account = "a b"', r'account: expected 1 to 200 letters, .*, no blanks, got "a b"$'),
         ('gres = ""', 'gres: expected 1 to 200 letters, .*, got ""'),
         ('name = "a/b"', 'name: expected at most 64 letters, .*, got "a/b"'),
         ('srun_args = ["-K1\\n"]', r'srun_args\.0: expected one line without control characters, got "-K1\\n"'),
@@ -246,22 +241,6 @@ def test_a_run_directory_in_place_of_a_file_is_refused_with_its_files(tmp_path: 
     (tmp_path / "sweep.toml").touch()
     with pytest.raises(InputError, match=r"is a folder; expected a TOML file, as sweep\.toml and cluster\.toml in it$"):
         load_sweep(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("path", "message"), [("gone.toml", "no such file"), (".", "is a folder; expected a TOML file")]
-)
-def test_a_file_that_cannot_be_read_is_refused(here: Path, path: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        load_sweep(Path(path))
-
-
-@pytest.mark.parametrize("path", ["pipe", "/dev/zero"])
-def test_what_is_no_file_is_neither_waited_for_nor_read_to_its_end(here: Path, path: str) -> None:
-    # nobody will ever write to it
-    os.mkfifo("pipe")
-    with pytest.raises(InputError, match=f"^{path}: cannot be read: expected a file, found a pipe or a device"):
-        load_sweep(Path(path))
 
 
 @pytest.mark.parametrize(
@@ -726,12 +705,6 @@ def load_anything(load: Load, content: bytes, overrides: Sequence[str] = ()) -> 
 @fuzz
 def test_tables_of_all_kinds(here: Path, load: Load, table: dict[str, Any]) -> None:
     load_anything(load, tomli_w.dumps(table).encode(errors="surrogatepass"))
-
-
-@given(content=st.binary(max_size=60) | st.text(max_size=60).map(lambda text: text.encode(errors="surrogatepass")))
-@fuzz
-def test_bytes_of_all_kinds(here: Path, content: bytes) -> None:
-    load_anything(load_sweep, content)
 
 
 @given(data=st.data())

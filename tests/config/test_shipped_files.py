@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from pydantic import BaseModel
 
+from tests.known import known
 from tula_hpc.config import (
     ClusterSpec,
     Spec,
@@ -65,8 +66,7 @@ def head(path: Path) -> str:
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_a_sweep_loads_and_its_head_says_the_command(path: Path) -> None:
     assert list(idle_keys(load_sweep(path))) == []
-    command = re.search(r"tula (?:sweep|study) (\S+\.toml)(?: --cluster (\S+\.toml))?", head(path))
-    assert command is not None
+    command = known(re.search(r"tula (?:sweep|study) (\S+\.toml)(?: --cluster (\S+\.toml))?", head(path)))
     assert ROOT / command[1] == path
     check_together(load_sweep(path), load_cluster(ROOT / command[2]) if command[2] else ClusterSpec(), path, "cluster")
 
@@ -274,8 +274,7 @@ def test_the_pinned_torch_has_kernels_for_a_v100() -> None:
     """The wheel's list of architectures can be read without a GPU."""
     import torch
 
-    pinned = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert pinned is not None
+    pinned = known(re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     installed = torch.__version__.partition("+")[0]
     if installed != pinned[1]:
         pytest.skip(f"torch {installed} is installed, constraints.txt pins {pinned[1]}")

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ddp.test_worker import ALONE, CONFIGURATION, sweep
+from tests.ddp.test_worker import CONFIGURATION, sweep
+from tests.forked import ALONE
 from tula_hpc.config import ClusterSpec
 from tula_hpc.data.loader import StreamCopies, one_ahead
 from tula_hpc.ddp.worker import Worker

@@ -106,12 +106,7 @@ class Form:
             "augment": False,
             "lr": 0.01,
         }
-        training = {
-            "base_batch": batch,
-            "log_interval_steps": 2,
-            "checkpoint_minutes": 0.01,
-            "drift_minutes": 1e-3,
-        }
+        training = {"base_batch": batch, "log_interval_steps": 2, "checkpoint_minutes": 0.01, "drift_minutes": 1e-3}
         fields = {
             "name": "x",
             "workload": workload | self.workload,
@@ -137,8 +132,7 @@ FORMS = {
     "ags, passes by tensor": Form({"method": "ags", **PASSES, **SMALL}),
     "ags, passes by element": Form({"method": "ags", "preset": "paper", "update_interval_epochs": 0.4, **SMALL}),
     "ags on updates, clipped, counted": Form(
-        {"method": "ags", "apply": "update", "clip_norm": 0.1, **SMALL},
-        {"optimizer": "adamw"},
+        {"method": "ags", "apply": "update", "clip_norm": 0.1, **SMALL}, {"optimizer": "adamw"}
     ),
     "not observed, batchnorm": Form({"method": "lbt", "observe_gradients": False}, {"model": f"{HERE}normed"}),
     "divided states": Form({"method": "lbt", "clip_norm": 0.1}, {"zero_stage": 1}),
@@ -336,10 +330,7 @@ def out_of_memory_in_profile(rank: Rank, sweep: SweepSpec, root: Path) -> None:
 
 @pytest.mark.parametrize(
     ("work", "name"),
-    [
-        *((out_of_memory_at_step, name) for name in FAILING),
-        *((out_of_memory_in_profile, name) for name in PROFILED),
-    ],
+    [*((out_of_memory_at_step, name) for name in FAILING), *((out_of_memory_in_profile, name) for name in PROFILED)],
 )
 def test_a_rank_without_memory_for_a_step_asks_for_nothing_more(work: Any, name: str, tmp_path: Path) -> None:
     """The rank ends, and its peers wait in the next collective until then."""

@@ -12,18 +12,17 @@ import torch
 from submitit.core.utils import UncompletedJobError
 from torch import Tensor, nn
 
+from tests.forked import ALONE
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp.device_errors import broken_device
 from tula_hpc.ddp.own_errors import explaining_own_mistakes
 from tula_hpc.ddp.worker import Worker
-from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import DeviceError, InputError, PreemptedError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.launch.diagnosis import classify, informative_line
 from tula_hpc.records import Configuration
 from tula_hpc.user_code import _CALLERS, blamed
 
-ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 RAISED: dict[str, Exception] = {}
 
 

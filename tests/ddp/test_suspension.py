@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ddp.test_worker import ALONE, CONFIGURATION, sweep
-from tests.forked import start_workers
+from tests.ddp.test_worker import CONFIGURATION, sweep
+from tests.forked import ALONE, start_workers
 from tula_hpc.config import ClusterSpec
 from tula_hpc.ddp.stop_signals import Suspensions
 from tula_hpc.errors import PreemptedError

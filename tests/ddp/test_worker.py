@@ -21,6 +21,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # document
 from torch.optim import Optimizer
 
 from tests.data.spoiled import spoil_item
+from tests.forked import ALONE
+from tests.known import known
 from tests.planning_data import memory
 from tests.test_memory_errors import SHARED_GPU
 from tula_hpc.config import ClusterSpec, SweepSpec, TrainingSpec, WorkloadSpec
@@ -34,7 +36,6 @@ from tula_hpc.ddp.process_group import (
     process_group,
 )
 from tula_hpc.ddp.worker import Worker, bare_all_reduce
-from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import DeviceError, DivergedError, InputError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.files import HeldFolder
@@ -51,7 +52,6 @@ from tula_hpc.profiling.record import record_oom
 from tula_hpc.profiling.timing import Steps, StoppingRule
 from tula_hpc.records import Configuration, Measurement, RunDirectory, read_records
 
-ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 CONFIGURATION = Configuration(nodes=1, workers_per_node=1, local_batch=32)
 PERCEPTRON, WITH_BATCHNORM = "tests.examples.own_workload:perceptron", "tests.examples.normed:normed"
 
@@ -187,8 +187,7 @@ def test_a_profile_times_every_part_and_counts_the_memory(profiled: Profiled) ->
 
 
 def test_a_forward_pass_of_the_evaluation_is_timed_and_is_part_of_the_computation(profiled: Profiled) -> None:
-    times = profiled.measurement.times
-    assert times is not None
+    times = known(profiled.measurement.times)
     assert times.forward_time_s is not None
     assert 0.0 < times.forward_time_s < times.compute_time_s
     assert len(profiled.measurement.samples["forward"]) == PASSES
@@ -401,8 +400,7 @@ def test_a_second_batch_takes_over_the_all_reduce_that_the_first_one_timed() -> 
     # as if a job of one worker had one
     shared = SharedTimes({1: 0.25}, set())
     measurement = measure(sweep(model=PERCEPTRON), ClusterSpec(), CONFIGURATION, ALONE, shared)
-    assert measurement.times is not None
-    assert measurement.times.allreduce_time_s == 0.25
+    assert known(measurement.times).allreduce_time_s == 0.25
     assert "allreduce" not in measurement.samples
 
 

@@ -18,15 +18,12 @@ from tests.optim.test_optimizer_options import (
     gradients,
     parameters,
     set_gradients,
+    square_norms,
     squares_of,
     wrap,
 )
 from tula_hpc.gradients.norms import foreach_norms
 from tula_hpc.optim import TulaOptimizer
-
-
-def square_norms(values: list[Tensor | None]) -> Tensor:
-    return torch.tensor([math.nan if g is None else squares_of([g])[0] for g in values], dtype=torch.float64)
 
 
 def train(

@@ -13,16 +13,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from tests.forked import ALONE
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp.worker import Worker
-from tula_hpc.env import WorkerEnvironment
 from tula_hpc.gradients.noise_scale import gradient_square, noise_trace, square_at
 from tula_hpc.gradients.small_batch_norms import LocalNorms, PartNorms, looks_at_whole_batch
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.profiling.measure import measure
 from tula_hpc.records import Configuration
 
-ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 SIZES, NOISE = (6, 14), 3.0
 BATCH = 12
 

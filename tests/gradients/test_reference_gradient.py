@@ -201,6 +201,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORKERS)]
 
 
+@pytest.mark.processes
 def test_workers_average_to_the_gradient_of_all_their_samples(workers: list[dict[str, Any]]) -> None:
     model, (inputs, targets) = plain_model(), batch(8, dtype=torch.float64)
     expected = dense(reference_gradient(model, loss, inputs, targets, list(model.parameters())))
@@ -209,6 +210,7 @@ def test_workers_average_to_the_gradient_of_all_their_samples(workers: list[dict
     assert torch.equal(workers[0]["average"], workers[1]["average"])
 
 
+@pytest.mark.processes
 def test_workers_agree_which_parameters_are_unused(workers: list[dict[str, Any]]) -> None:
     """Worker 0 uses a branch that worker 1 does not: the average counts zeros for worker 1."""
     for worker in workers:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.init.test_init import MadePartition, commands, put_site
+from tests.known import known
 from tula_hpc.config import ClusterSpec, check_together, load_sweep, load_together
 from tula_hpc.errors import InputError
 from tula_hpc.init.__main__ import main
@@ -226,79 +227,61 @@ def train_it(data: str, bs: int = 16, epochs: int = 3): ...
 NOTHING = "batch_size = 64\nmodel = build()\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "arguments", "values"),
-    [
-        (ARGPARSE, "--batch-size {global_batch} --epochs {epochs} --seed {seed}", {"epochs": 90, "seed": 3}),
-        (OF_A_NODE, "-b {local_batch} --epochs {epochs}", {"epochs": 90}),
-        (OF_A_WORKER, "--batch-size {local_batch} --epochs {epochs}", {"epochs": 26}),
-        (LIGHTNING, "--batch_size {local_batch} --num_nodes {nodes}", {}),
-        # nodes of a graph
-        (LIGHTNING.replace("1", "1000"), "--batch_size {local_batch}", {}),
-        (STEPS, "--batch_size {local_batch} --max_iters {steps}", {}),
-        (PLAIN_STEPS, "--batch {local_batch} --iter {steps}", {}),
-        (f"{PLAIN_STEPS}{RAFT_STEPS}", "--batch {local_batch} --num_steps {steps}", {}),
-        (CLICK, "--micro-batch {local_batch} --num-epochs {epochs} --grad-accum {accumulation}", {"accumulation": 4}),
-        (TYPER, "--bs {local_batch} --n-epochs {epochs}", {"epochs": 12}),
-        (
-            HUGGING_FACE,
-            "--per_device_train_batch_size {local_batch} --num_train_epochs {epochs} --seed {seed} "
-            "--gradient_accumulation_steps {accumulation}",
-            {"epochs": 3, "seed": 42, "accumulation": 1},
-        ),
-        (
-            LIGHTNING_CLI,
-            "fit --data.batch_size {local_batch} --trainer.max_epochs {epochs} --seed_everything {seed} "
-            "--trainer.num_nodes {nodes}",
-            {"seed": 0},
-        ),
-        (
-            LIGHTNING_CLI_THAT_PARSES,
-            "--data.batch_size {local_batch} --trainer.max_epochs {epochs} --seed_everything {seed} "
-            "--trainer.num_nodes {nodes}",
-            {"seed": 0},
-        ),
-        (ABSL, "--batch_size {local_batch} --max_epochs {epochs}", {"epochs": 7}),
-        (HYDRA, "train.batch_size={local_batch} train.epochs={epochs}", {}),
-        (OMEGACONF, "train.batch_size={local_batch} train.epochs={epochs}", {}),
-        (OF_THE_NODE, "-b {local_batch} --epochs {epochs}", {"epochs": 90}),
-        (OF_A_MODEL, "--micro-batch-size {local_batch} --train-iters {steps}", {}),
-        (SUBCOMMANDS, "--nodes {nodes} train --bs {local_batch} --epochs {epochs} --seed {seed}", {"seed": 7}),
-        (CLICK_GROUP, "--seed {seed} fit --bs {local_batch} --epochs {epochs}", {"epochs": 6}),
-        (TYPER_COMMANDS, "--seed {seed} train-it --bs {local_batch} --epochs {epochs}", {"epochs": 3}),
-        (DATACLASS, "--batch-size {local_batch} --seed {seed}", {"seed": 5}),
-        (CONFIGURATOR, "--batch_size={local_batch} --max_iters={steps} --gradient_accumulation_steps={workers}", {}),
-    ],
-    ids=[
-        *(
-            "argparse",
-            "of a node",
-            "of a worker",
-            "nodes",
-            "nodes of a graph",
-            "steps",
-            "plain steps",
-            "steps and other iterations",
-            "click",
-            "typer",
-            "hugging-face",
-            "lightning's command line",
-            "lightning's command line without subcommands",
-            "absl",
-        ),
-        *(
-            "hydra",
-            "omegaconf",
-            "of the node",
-            "of a model",
-            "subcommands",
-            "click group",
-            "typer commands",
-            "dataclass",
-        ),
-        "configurator",
-    ],
-)
+STYLES = {
+    "argparse": (ARGPARSE, "--batch-size {global_batch} --epochs {epochs} --seed {seed}", {"epochs": 90, "seed": 3}),
+    "of a node": (OF_A_NODE, "-b {local_batch} --epochs {epochs}", {"epochs": 90}),
+    "of a worker": (OF_A_WORKER, "--batch-size {local_batch} --epochs {epochs}", {"epochs": 26}),
+    "nodes": (LIGHTNING, "--batch_size {local_batch} --num_nodes {nodes}", {}),
+    "nodes of a graph": (LIGHTNING.replace("1", "1000"), "--batch_size {local_batch}", {}),
+    "steps": (STEPS, "--batch_size {local_batch} --max_iters {steps}", {}),
+    "plain steps": (PLAIN_STEPS, "--batch {local_batch} --iter {steps}", {}),
+    "steps and other iterations": (f"{PLAIN_STEPS}{RAFT_STEPS}", "--batch {local_batch} --num_steps {steps}", {}),
+    "click": (
+        CLICK,
+        "--micro-batch {local_batch} --num-epochs {epochs} --grad-accum {accumulation}",
+        {"accumulation": 4},
+    ),
+    "typer": (TYPER, "--bs {local_batch} --n-epochs {epochs}", {"epochs": 12}),
+    "hugging-face": (
+        HUGGING_FACE,
+        "--per_device_train_batch_size {local_batch} --num_train_epochs {epochs} --seed {seed} "
+        "--gradient_accumulation_steps {accumulation}",
+        {"epochs": 3, "seed": 42, "accumulation": 1},
+    ),
+    "lightning's command line": (
+        LIGHTNING_CLI,
+        "fit --data.batch_size {local_batch} --trainer.max_epochs {epochs} --seed_everything {seed} "
+        "--trainer.num_nodes {nodes}",
+        {"seed": 0},
+    ),
+    "lightning's command line without subcommands": (
+        LIGHTNING_CLI_THAT_PARSES,
+        "--data.batch_size {local_batch} --trainer.max_epochs {epochs} --seed_everything {seed} "
+        "--trainer.num_nodes {nodes}",
+        {"seed": 0},
+    ),
+    "absl": (ABSL, "--batch_size {local_batch} --max_epochs {epochs}", {"epochs": 7}),
+    "hydra": (HYDRA, "train.batch_size={local_batch} train.epochs={epochs}", {}),
+    "omegaconf": (OMEGACONF, "train.batch_size={local_batch} train.epochs={epochs}", {}),
+    "of the node": (OF_THE_NODE, "-b {local_batch} --epochs {epochs}", {"epochs": 90}),
+    "of a model": (OF_A_MODEL, "--micro-batch-size {local_batch} --train-iters {steps}", {}),
+    "subcommands": (
+        SUBCOMMANDS,
+        "--nodes {nodes} train --bs {local_batch} --epochs {epochs} --seed {seed}",
+        {"seed": 7},
+    ),
+    "click group": (CLICK_GROUP, "--seed {seed} fit --bs {local_batch} --epochs {epochs}", {"epochs": 6}),
+    "typer commands": (TYPER_COMMANDS, "--seed {seed} train-it --bs {local_batch} --epochs {epochs}", {"epochs": 3}),
+    "dataclass": (DATACLASS, "--batch-size {local_batch} --seed {seed}", {"seed": 5}),
+    "configurator": (
+        CONFIGURATOR,
+        "--batch_size={local_batch} --max_iters={steps} --gradient_accumulation_steps={workers}",
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "arguments", "values"), STYLES.values(), ids=list(STYLES))
 def test_a_script_of_any_style_gets_its_batch(
     commands: Path, tmp_path: Path, text: str, arguments: str, values: dict[str, int]
 ) -> None:
@@ -563,8 +546,7 @@ def test_an_option_with_an_opposite_takes_no_value(tmp_path: Path, declared: str
 def test_an_option_to_continue_from_a_file_resumes(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text('p.add_argument("--continue-from", default="", help="Continue from checkpoint model")')
-    resume = read_options(script).resume
-    assert resume is not None
+    resume = known(read_options(script).resume)
     assert resume.words("last.pt") == ["--continue-from", "last.pt"]
 
 
@@ -733,24 +715,20 @@ def test_steps_of_a_rollout_and_what_the_script_computes_are_not_given_values(tm
     # without environments, and with a batch that the user gave
     script.write_text(ROLLOUTS.replace("num_envs", "width").replace("total_timesteps", "x").replace("= 0", "= 8"))
     found = read_options(script)
-    assert found.batch is not None
-    assert found.steps is not None
-    assert (found.batch.flag, found.steps.flag) == ("--batch-size", "--num-steps")
+    assert (known(found.batch).flag, known(found.steps).flag) == ("--batch-size", "--num-steps")
 
 
 def test_a_default_that_is_no_value_is_not_known(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text('p.add_argument("--batch-size", default={[1]: 2})\n')
-    batch = read_options(tmp_path / "train.py").batch
-    assert batch is not None
+    batch = known(read_options(tmp_path / "train.py").batch)
     assert batch.default is None
 
 
 def test_the_shipped_scripts_are_read() -> None:
     own = read_options(ROOT / "sweeps" / "own_script.py")
     assert own.batch is not None
-    assert own.resume is not None
     assert (own.batch.flag, own.batch.default, own.is_global) == ("--batch-size", 64, False)
-    assert (own.resume.flag, own.saved) == ("--resume", ("last.pt",))
+    assert (known(own.resume).flag, own.saved) == ("--resume", ("last.pt",))
     scripts = ROOT / "tests" / "attach" / "scripts"
     for name in ("three_lines", "on_trainer", "on_lightning", "on_accelerate"):
         assert read_options(scripts / f"{name}.py").is_kept, name

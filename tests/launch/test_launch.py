@@ -18,6 +18,7 @@ from submitit.core.utils import DelayedSubmission
 from submitit.slurm import slurm as submitit_slurm
 
 from tests.forked_jobs import forking_jobs
+from tests.known import known
 from tula_hpc.config import ClusterSpec
 from tula_hpc.env import outside_of_job
 from tula_hpc.errors import LaunchError, RefusedError, SubmitLimitError
@@ -233,8 +234,7 @@ def test_the_script_says_what_the_template_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sbatch", "lines"),
-    [({}, []), ({"wckey": "vision"}, ["#SBATCH --wckey=vision"]), ({"wckey": False}, [])],
+    ("sbatch", "lines"), [({}, []), ({"wckey": "vision"}, ["#SBATCH --wckey=vision"]), ({"wckey": False}, [])]
 )
 def test_a_wckey_is_given_only_where_the_user_gives_one(
     tmp_path: Path, sbatch: dict[str, object], lines: list[str]
@@ -284,8 +284,7 @@ def test_the_task_stays_a_child_of_the_shell(shell: str) -> None:
         pytest.skip(f"{shell} is not installed")
     command = " && ".join([*TRAPS, f"{sys.executable} -c 'import os; print(os.getppid())'"])
     with subprocess.Popen([shell, "-c", command], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert int(process.stdout.read()) == process.pid
+        assert int(known(process.stdout).read()) == process.pid
 
 
 @pytest.mark.processes

@@ -158,8 +158,7 @@ OF_EACH_COMMAND = ("own jobs", "steps", "the largest array", "a submission")
 
 
 @pytest.mark.parametrize(
-    ("name", "how"),
-    [*itertools.product(QUESTIONS, SAID), *itertools.product(OF_EACH_COMMAND, ENDS)],
+    ("name", "how"), [*itertools.product(QUESTIONS, SAID), *itertools.product(OF_EACH_COMMAND, ENDS)]
 )
 def test_output_that_is_no_answer_counts_as_none(commands: Path, name: str, how: str) -> None:
     question = QUESTIONS[name]

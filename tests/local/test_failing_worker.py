@@ -145,12 +145,7 @@ def test_a_job_that_is_killed_as_a_whole_is_distinguished_from_one_that_ends_by_
 LINGERING = SweepSpec.model_validate(
     {
         "name": "lingering",
-        "workload": {
-            "model": "tests.examples.lingering:build",
-            "dataset": "digits",
-            "samples": 512,
-            "epochs": 1,
-        },
+        "workload": {"model": "tests.examples.lingering:build", "dataset": "digits", "samples": 512, "epochs": 1},
         "search": {"min_steps": 5, "max_steps": 5},
         "training": {"method": "lbt"},
     }

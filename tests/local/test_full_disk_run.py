@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked_jobs import forking_jobs
+from tests.known import known
 from tests.run_factory import candidate, plan
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
@@ -106,8 +107,7 @@ def test_a_training_that_runs_out_of_space_ends_and_later_goes_on(disk: Path) ->
     assert "No space left on device; make space there or have the quota raised" in messages
     assert [event.failure for event in run.events() if event.event == "failed"] == [Failure.NO_SPACE]
     assert not [path for path in checkpoints.iterdir() if path.name.startswith(".")], "half a checkpoint is left"
-    loaded = CheckpointStore(checkpoints).load_latest()
-    assert loaded is not None
+    loaded = known(CheckpointStore(checkpoints).load_latest())
     assert not loaded.rejected
 
     fill(disk, 0)

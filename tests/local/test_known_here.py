@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked_jobs import run_command
+from tests.known import known
 from tula_hpc.records import RunDirectory
 from tula_hpc.sweep import main
 
@@ -113,8 +114,7 @@ def test_what_is_trained_is_what_was_measured(tmp_path: Path) -> None:
     assert measured.returncode == 0, measured.stderr
     run = RunDirectory(tmp_path / "run")
     identities = [row.identity for row in run.measurements().records]
-    trial = run.trial()
-    assert trial is not None
+    trial = known(run.trial())
     assert len(identities) == 2
     assert all(identity == trial.identity for identity in identities)
     doubled = OWN.replace("WIDTH = 16", "WIDTH = 32")

@@ -373,9 +373,7 @@ def test_gradients_are_those_of_ddp_without_the_hook_bit_for_bit(ranks: list[dic
         assert all(same(mine, theirs) for mine, theirs in pairs)
 
 
-def test_a_worker_without_data_leaves_the_others_no_norms_and_the_same_training(
-    ranks: list[dict[str, Any]],
-) -> None:
+def test_a_worker_without_data_leaves_the_others_no_norms_and_the_same_training(ranks: list[dict[str, Any]]) -> None:
     for rank, seen in enumerate(ranks):
         without, with_hook = seen["uneven"]
         assert same(without["weights"], with_hook["weights"])

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked_jobs import run_command, start_command
+from tests.known import known
 from tula_hpc.config import StudyCell, load_sweep
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.process_memory import descendants
@@ -53,8 +54,7 @@ class Killed:
         path = folder / "tiny.toml"
         path.write_text(SWEEP)
         self.arguments = [str(path), "--run-dir", str(self.run.root)]
-        study = load_sweep(path).study
-        assert study is not None
+        study = known(load_sweep(path).study)
         self.cells = study.cells()
         self.victims = self._kill_in_the_middle()
         self.again = self.once_more()

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.forked import give_secret, start_workers
+from tests.forked import ALONE, give_secret, start_workers
+from tests.known import known
 from tests.same_state import same_state
 from tula_hpc.checkpoint.per_worker_states import LocalStates
 from tula_hpc.checkpoint.store import CheckpointStore, LoadedCheckpoint
@@ -34,7 +35,6 @@ WORKERS, BATCH, STEPS = 2, 16, 3
 STEPS_PER_EPOCH, EPOCHS = 8, 3
 # at a local step, when the workers' models differ
 STOPPED_AFTER = STEPS_PER_EPOCH + 1
-ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 OPTIMIZERS = {"lbt": "sgd", "lars": "sgd", "lamb": "adamw"}
 # a model with BatchNorm
 COMPACT = "tula_hpc.workloads.small_cnns:compact_cnn"
@@ -157,9 +157,7 @@ def checkpoints(folder: Path, name: str) -> Path:
 
 
 def latest(folder: Path) -> LoadedCheckpoint:
-    loaded = CheckpointStore(folder).load_latest()
-    assert loaded is not None
-    return loaded
+    return known(CheckpointStore(folder).load_latest())
 
 
 # norms

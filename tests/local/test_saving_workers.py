@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.forked import give_secret, start_workers
+from tests.known import known
 from tula_hpc.checkpoint import store as checkpoint
 from tula_hpc.checkpoint.background import BackgroundWriter
 from tula_hpc.checkpoint.store import CheckpointStore
@@ -205,8 +206,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def final(root: Path) -> tuple[Tensor, TrainResult]:
     files = RunDirectory(root).train()
-    loaded = CheckpointStore(files.checkpoints).load_latest()
-    assert loaded is not None
+    loaded = known(CheckpointStore(files.checkpoints).load_latest())
     return bits(loaded.state), TrainResult.model_validate_json(files.result_file.read_bytes())
 
 
@@ -231,8 +231,7 @@ def test_a_stop_while_a_checkpoint_is_written_saves_its_own_step_too(folder: Pat
 
 def test_only_restarts_that_lost_work_count_for_the_interval(folder: Path) -> None:
     for name, expected in {"whole": 0, "stopped": 0, **dict.fromkeys(STRIKES, 1)}.items():
-        loaded = CheckpointStore(RunDirectory(folder / name).train().checkpoints).load_latest()
-        assert loaded is not None
+        loaded = known(CheckpointStore(RunDirectory(folder / name).train().checkpoints).load_latest())
         assert loaded.state["progress"]["interruptions"] == expected
 
 

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from tests.forked import start_workers
+from tests.known import known
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp.process_group import process_group
@@ -53,8 +54,7 @@ def restored(worker: Worker, store: CheckpointStore) -> Worker:
     """Restore as the trainer does: after one discarded pass, which gives DDP its final buckets."""
     worker.forward_backward(*next(worker.batches()))
     worker.optimizer.zero_grad(set_to_none=True)
-    loaded = store.load_latest()
-    assert loaded is not None
+    loaded = known(store.load_latest())
     worker.model.load_state_dict(loaded.state["model"])
     worker.optimizer.load_state_dict(loaded.state["optimizer"])
     return worker

@@ -17,6 +17,7 @@ import pytest
 
 from tests.examples.slow import PACE_FILE
 from tests.forked_jobs import children_of, forking_jobs, run_command
+from tests.known import known
 from tests.run_factory import LATE_SWEEP, late_plan
 from tests.tracking.test_trackers import scalars
 from tula_hpc.checkpoint.store import CheckpointStore, load_model
@@ -33,11 +34,7 @@ from tula_hpc.sweep import main
 ROOT = Path(__file__).resolve().parents[2]
 # local batch: of 359 test samples, two workers have 180 and 179, so two batches and one
 UNEVEN = 179
-SLOW_TO_EVALUATE = {
-    "model": "tests.examples.slow:build_slow_to_evaluate",
-    "dataset": "digits",
-    "loader_workers": 0,
-}
+SLOW_TO_EVALUATE = {"model": "tests.examples.slow:build_slow_to_evaluate", "dataset": "digits", "loader_workers": 0}
 SWEEP = """
 name = "small"
 [workload]
@@ -136,8 +133,7 @@ def test_the_end_says_what_was_decided_what_it_cost_and_where_the_report_is(fini
         r"at .* per node and hour, the default of .*",
         cost,
     )
-    newest = finished.train().newest_checkpoint
-    assert newest is not None
+    newest = known(finished.train().newest_checkpoint)
     assert model == f"model: {newest}"
     assert load_model(finished.root).keys() == CheckpointStore.load(newest)["model"].keys()
     assert report == f"report: {finished.report / 'report.html'}"
@@ -197,8 +193,7 @@ def test_a_stopped_training_is_started_again_and_ends_the_same(finished: RunDire
     events = {event.event: event for event in RunDirectory(tmp_path / "cut").events()}
     stopped_at = events["resumed"].data["step"]
     assert events["preempted"].data["step"] == stopped_at >= 16
-    restart = RunDirectory(tmp_path / "cut").history().last_restart("main")
-    assert restart is not None
+    restart = known(RunDirectory(tmp_path / "cut").history().last_restart("main"))
     assert restart.epochs_seen == pytest.approx(stopped_at * 2 * 8 / 1024)
     assert restart.step == stopped_at
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tests.examples.exchanging import Centred
 from tests.forked import give_secret, start_workers
+from tests.known import known
 from tests.run_factory import candidate, plan, with_step_time, write_plan
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
@@ -92,8 +93,7 @@ def test_one_event_names_the_part_and_the_slowest_host(folder: Path) -> None:
 def test_the_probe_changes_no_bit_of_the_training(folder: Path) -> None:
     states = []
     for name in RUNS:
-        loaded = CheckpointStore(RunDirectory(folder / name).train().checkpoints).load_latest()
-        assert loaded is not None
+        loaded = known(CheckpointStore(RunDirectory(folder / name).train().checkpoints).load_latest())
         states.append(loaded.state["model"])
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
@@ -168,12 +168,7 @@ def exchange(env: WorkerEnvironment) -> dict[str, Any]:
     measured = measure(spec, ClusterSpec(), CONFIGURATION, env)
     worker = Worker(spec, ClusterSpec(), CONFIGURATION, env)
     compute_s = drift_probe.probe_parts(worker, *next(worker.batches())).parts.compute_time_s
-    return {
-        "passes": passes,
-        "round_steps": measured.round_steps,
-        "steps": measured.steps,
-        "compute_s": compute_s,
-    }
+    return {"passes": passes, "round_steps": measured.round_steps, "steps": measured.steps, "compute_s": compute_s}
 
 
 def stand_in(module: ModuleType | type, name: str, value: object) -> None:

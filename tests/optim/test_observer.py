@@ -19,6 +19,7 @@ from tests.optim.test_optimizer_options import (
     gradients,
     parameters,
     set_gradients,
+    square_norms,
     squares_of,
     wrap,
 )
@@ -31,10 +32,6 @@ STEPS = 6
 def observed(params: Sequence[Tensor], base: Optimizer | None = None) -> tuple[StepObserver, Optimizer]:
     optimizer = base or IdleOptimizer(params)
     return StepObserver(optimizer, LARGE), optimizer
-
-
-def square_norms(values: Sequence[Tensor | None], factor: float = 1.0) -> Tensor:
-    return torch.tensor([math.nan if g is None else factor * squares_of([g])[0] for g in values], dtype=torch.float64)
 
 
 def pass_norms(

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.known import known
 from tula_hpc.gradients.norms import foreach_norms, sum_of_squares
 from tula_hpc.optim import TulaOptimizer
 
@@ -142,28 +143,6 @@ def test_follows_algorithm_1_step_by_step(granularity: str, seed: int, delta: fl
         torch.testing.assert_close(mine.detach(), theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_static_scaling_multiplies_quiet_steps_only() -> None:
-    (parameter,) = params = [nn.Parameter(torch.zeros(4))]
-    optimizer = wrap(params, static_scale=8.0)
-    # Δ: none, 0.21, 2.3, 0.1
-    steps = [torch.full((4,), value) for value in (1.0, 1.1, 2.0, 2.1)]
-    seen = []
-    for gradient in steps:
-        parameter.grad = gradient.clone()
-        optimizer.step()
-        seen.append(torch.equal(parameter.grad, 8.0 * gradient))
-    assert seen == [False, True, False, True]
-
-
-def test_the_norm_is_global_and_of_the_unscaled_gradient() -> None:
-    params = parameters()
-    optimizer = wrap(params, static_scale=3.0, delta=math.inf)
-    gradients = random_gradients(3)
-    take_steps(optimizer, params, gradients)
-    expected = math.sqrt(sum(float((g.double() ** 2).sum()) for g in gradients[-1]))
-    assert optimizer.statistics().gradient_norm == pytest.approx(expected, rel=1e-6)
-
-
 def test_threshold_is_strict() -> None:
     params = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
     optimizer = wrap(params, delta=0.5)
@@ -211,8 +190,7 @@ def test_gate_off_still_leaves_non_finite_gradients_unscaled() -> None:
     (parameter,) = params = [nn.Parameter(torch.zeros(2))]
     optimizer = wrap(params, static_scale=2.0, delta=math.inf)
     take_steps(optimizer, params, [[torch.ones(2)], [torch.tensor([math.inf, 1.0])]])
-    assert parameter.grad is not None
-    assert parameter.grad.tolist() == [math.inf, 1.0]
+    assert known(parameter.grad).tolist() == [math.inf, 1.0]
 
 
 def squared_norm(gradients: Sequence[Tensor]) -> Tensor:
@@ -230,16 +208,6 @@ def test_half_precision_norms_do_not_overflow() -> None:
 def test_norm_does_not_depend_on_how_parameters_are_cut(values: list[float], cut: int) -> None:
     whole = torch.tensor(values)
     torch.testing.assert_close(squared_norm([whole[:cut], whole[cut:]]), squared_norm([whole]), rtol=1e-5, atol=1e-30)
-
-
-def test_parameters_without_gradient_are_skipped() -> None:
-    params = parameters()
-    params[1].requires_grad_(False)
-    optimizer = wrap(params, delta=math.inf)
-    before = params[1].detach().clone()
-    take_steps(optimizer, params, [[first, None, None] for first, *_ in random_gradients(3)])
-    assert torch.equal(params[1], before)
-    assert optimizer.statistics().scaled_steps == 2
 
 
 def test_a_step_without_any_gradient_leaves_the_gate_alone() -> None:

@@ -232,9 +232,16 @@ def test_scaling_piece_by_piece_gives_the_same(name: str, limit: int, monkeypatc
         ({"static_scale": 0.0}, "static_scale"),
         ({"static_scale": math.inf}, "static_scale"),
         ({"update_interval": 0}, "update_interval"),
+        ({"exponent": 0.0}, "exponent"),
+        ({"exponent": math.inf}, "exponent"),
+        ({"smoothing": 1.0}, "smoothing"),
+        ({"smoothing": -0.1}, "smoothing"),
+        ({"scale_warmup": -1}, "scale_warmup"),
+        ({"gate": "open"}, "gate: expected one of paper, none; got 'open'"),
+        ({"apply": "weights"}, "apply: expected one of gradient, update"),
     ],
 )
-def test_numbers_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(1, **options)
 

@@ -14,13 +14,10 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, lr_scheduler
 
+from tests.known import known
+from tests.optim.test_optimizer_daily import loss_of, make_model, weights
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.optim.optimizer import STATE_KEY
-
-
-def make_model() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
 def sgd(model: nn.Module) -> Optimizer:
@@ -31,12 +28,6 @@ def wrap(base: Optimizer, **options: Any) -> TulaOptimizer:
     return TulaOptimizer(base, **{"small_batch": 8, "large_batch": 128, **options})
 
 
-def loss_of(model: nn.Module, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(step)
-    loss: Tensor = (model(torch.randn(16, 4, generator=generator)) - 1).square().mean()
-    return loss
-
-
 def train(model: nn.Module, optimizer: Optimizer, steps: range, after: Callable[[Tensor], None] | None = None) -> None:
     for step in steps:
         optimizer.zero_grad()
@@ -45,10 +36,6 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range, after: Callable[
         optimizer.step()
         if after is not None:
             after(loss.detach())
-
-
-def weights(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def random_gradients(optimizer: Optimizer, seed: int) -> list[Tensor | None]:
@@ -62,8 +49,6 @@ def updated(optimizer: TulaOptimizer) -> TulaOptimizer:
 
 
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
-    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
-    "multistep": lambda o: lr_scheduler.MultiStepLR(o, [3, 6]),
     "one cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.3, total_steps=12),
     "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=10.0),
     "sequential": lambda o: lr_scheduler.SequentialLR(
@@ -153,24 +138,6 @@ def test_grad_scaler_works_with_a_fused_base() -> None:
     assert optimizer.statistics().gradient_norm == pytest.approx(norm, rel=1e-5)
 
 
-def test_closures_are_gated_after_they_ran() -> None:
-    by_closure, by_hand = make_model(), make_model()
-    first, second = (updated(wrap(sgd(model))) for model in (by_closure, by_hand))
-    for step in range(8):
-
-        def closure(step: int = step) -> float:
-            first.zero_grad()
-            loss = loss_of(by_closure, step)
-            torch.autograd.backward(loss)
-            return loss.item()
-
-        assert first.step(closure) == pytest.approx(loss_of(by_hand, step).item())
-        train(by_hand, second, range(step, step + 1))
-    assert torch.equal(weights(by_closure), weights(by_hand))
-    assert first.statistics() == second.statistics()
-    assert first.steps == 8
-
-
 def test_lbfgs_may_call_its_closure_again_and_again() -> None:
     model = make_model()
     optimizer = wrap(LBFGS(model.parameters(), max_iter=5))
@@ -237,13 +204,10 @@ def test_added_groups_are_stepped_scaled_and_saved() -> None:
     assert len(optimizer.state_dict()[STATE_KEY]["gradscale"]) == 5
 
 
-@pytest.mark.parametrize("base", [sgd, lambda model: AdamW(model.parameters(), lr=0.01)])
-@pytest.mark.parametrize("options", [{}, {"granularity": "tensor"}, {"static_scale": 1.5}, {"update_interval": 4}])
-def test_resume_equals_uninterrupted_bit_for_bit(
-    base: Callable[[nn.Module], Optimizer], options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("options", [{}, {"static_scale": 1.5}, {"update_interval": 4}])
+def test_resume_equals_uninterrupted_bit_for_bit(options: dict[str, Any]) -> None:
     def build(model: nn.Module) -> TulaOptimizer:
-        return wrap(base(model), **options)
+        return wrap(sgd(model), **options)
 
     straight = make_model()
     optimizer = build(straight)
@@ -282,8 +246,7 @@ def test_loaded_state_is_a_copy() -> None:
     target.load_state_dict(state)
     for tensor in (state[STATE_KEY]["gradscale"][0], *state[STATE_KEY]["sensitivity"].values()):
         tensor.zero_()
-    assert target.gradscale[0] is not None
-    assert target.gradscale[0].any()
+    assert known(target.gradscale[0]).any()
     assert target.statistics().gradient_norm > 0
 
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
+from tests.forked import ALONE
+from tests.known import known
 from tula_hpc.analysis.models.critical_batch import critical_batch
 from tula_hpc.batches import tensors_of
 from tula_hpc.config import ClusterSpec, SweepSpec, TrainingSpec
 from tula_hpc.data.images import prepared
 from tula_hpc.ddp.worker import Worker
-from tula_hpc.env import WorkerEnvironment
 from tula_hpc.optim import TulaOptimizer
 from tula_hpc.profiling import measured_rounds
 from tula_hpc.profiling import probes as noise_probe
@@ -28,7 +29,6 @@ from tula_hpc.profiling.timing import LoaderWaits, StoppingRule
 from tula_hpc.records import Configuration
 
 STATEFUL = "tests.training.test_stopped_evaluation:Stateful"
-ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 
 
 def sweep(model: str = "tests.examples.own_workload:perceptron", **search: object) -> SweepSpec:
@@ -68,8 +68,7 @@ def test_the_estimate_is_near_the_truth_of_the_whole_data_set(monkeypatch: pytes
 def test_a_profile_has_it_and_the_plan_can_read_it() -> None:
     measured = [measure(sweep(), ClusterSpec(), Configuration(1, 1, batch), ALONE) for batch in (64, 128)]
     assert all(m.noise_scale > 0 and len(m.noise_terms) == noise_probe.PASSES for m in measured)
-    critical = critical_batch(measured)
-    assert critical is not None
+    critical = known(critical_batch(measured))
     assert 0.2 < critical.batch / true_noise_scale(worker_of()) < 5
 
 

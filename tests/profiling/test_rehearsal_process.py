@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tula_hpc.config import WorkloadSpec
+from tula_hpc.config import WorkloadSpec, load_sweep
 from tula_hpc.profiling import rehearsal_process
 from tula_hpc.records import Trial
 from tula_hpc.user_code import own_data
@@ -332,10 +332,7 @@ def test_a_large_model_takes_no_step(
 
 @pytest.mark.parametrize(
     ("statement", "expected"),
-    [
-        ("raise OSError(116, 'Stale file handle')", "Stale file handle"),
-        ("raise MemoryError", "MemoryError"),
-    ],
+    [("raise OSError(116, 'Stale file handle')", "Stale file handle"), ("raise MemoryError", "MemoryError")],
 )
 def test_what_another_machine_may_do_better_refuses_nothing(
     here: Path, capsys: pytest.CaptureFixture[str], statement: str, expected: str
@@ -359,8 +356,6 @@ def test_memory_is_estimated_on_the_way(here: Path, capsys: pytest.CaptureFixtur
 
 
 def test_jobs_find_what_the_trial_found(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tula_hpc.config import load_sweep
-
     assert tried(here) == 0
     found = Trial.model_validate_json(capsys.readouterr().out).identity
     spec = load_sweep(here / "sweep.toml").workload

@@ -76,9 +76,7 @@ def test_in_one_allocation_for_all_sizes_it_measures_smaller_ones_too(tmp_path: 
     assert work_off(job(tmp_path, nest=True), answers(MORE)) == [*LIST, *MORE[:2]]
 
 
-def test_a_smaller_size_is_measured_while_nodes_are_idle_where_that_costs_less_than_its_own_job(
-    tmp_path: Path,
-) -> None:
+def test_a_smaller_size_is_measured_while_nodes_are_idle_where_that_costs_less_than_its_own_job(tmp_path: Path) -> None:
     """2 nodes for e seconds are compared with 1 node for a start and e seconds, so the quicker ones stay in the job."""
     for elapsed_s, stays in ((0.9 * STARTUP_S, True), (1.2 * STARTUP_S, False)):
         folder = tmp_path / str(stays)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import ALONE
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp.stop_signals import StopRequest
-from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import CheckpointError, StorageError
 from tula_hpc.files import HeldFolder
 from tula_hpc.launch.job_specs import ProfileJob, TrainJob
@@ -21,7 +21,6 @@ from tula_hpc.records import Configuration, RunDirectory, append_record, write_a
 from tula_hpc.training import loop as trainer_module
 from tula_hpc.training.loop import run_training
 
-ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 CONFIGURATION = Configuration(nodes=1, workers_per_node=1, local_batch=32)
 SWEEP = SweepSpec.model_validate(
     {

@@ -17,6 +17,7 @@ from tests.run_factory import make_run, measurement
 from tula_hpc.analysis.plan import main as plan_main
 from tula_hpc.config import WorkloadSpec
 from tula_hpc.errors import InputError
+from tula_hpc.own_sources import digests_of, own_sources
 from tula_hpc.records import (
     Configuration,
     Identity,
@@ -164,8 +165,6 @@ def test_the_digest_is_the_same_in_every_process_and_folder(tmp_path: Path) -> N
 
 
 def test_comments_and_formatting_are_no_change_and_other_code_is_named(tmp_path: Path) -> None:
-    from tula_hpc.own_sources import digests_of
-
     def digests(layers: str) -> dict[str, str]:
         return digests_in(write_own(tmp_path, layers=layers))
 
@@ -178,8 +177,6 @@ def test_comments_and_formatting_are_no_change_and_other_code_is_named(tmp_path:
 
 def test_a_script_that_imports_as_if_it_were_in_a_package_has_its_files(tmp_path: Path) -> None:
     """The error is then the script's own."""
-    from tula_hpc.own_sources import own_sources
-
     write_own(tmp_path)
     script = tmp_path / "train.py"
     script.write_text("from .helper import layers\nfrom . import other\nfrom .. import above\n")

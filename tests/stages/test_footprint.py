@@ -87,12 +87,7 @@ def test_several_workers_keep_their_gradients_through_the_whole_step() -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("option", "smallest", "largest"),
-    [
-        ({"precision": "bf16"}, 0.4, 0.9),
-        ({"channels_last": True}, 0.9, 1.2),
-    ],
-    ids=str,
+    ("option", "smallest", "largest"), [({"precision": "bf16"}, 0.4, 0.9), ({"channels_last": True}, 0.9, 1.2)], ids=str
 )
 def test_options_change_the_activations(option: dict[str, Any], smallest: float, largest: float) -> None:
     assert smallest < counts(**option).per_sample / counts().per_sample < largest

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.run_factory import candidate, make_run, plan
+from tests.run_factory import candidate, make_run, plan, sweep_of
 from tula_hpc.analysis.plan import main as plan_command
-from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep
+from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.errors import StageError
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import format_left
@@ -121,7 +121,7 @@ def test_an_objective_that_was_written_into_the_plan_stays_when_more_is_measured
     assert plan_command([str(run.root), "--objective", "cost", "--write"]) == 0
     # as a failed configuration that the next command tries once more is measured after the plan
     os.utime(run.plan_file, (1, 1))
-    made = plan_stage(Sweep(load_frozen_sweep(run.sweep_file), load_cluster(run.cluster_file), run))
+    made = plan_stage(sweep_of(run))
     assert (made.objective, made.other_objective) == ("cost", ['objective.kind = "cost"'])
     assert run.read_plan() == made
 
@@ -144,7 +144,7 @@ def test_a_lost_plan_of_a_training_is_made_again_which_status_and_the_command_sa
     run.plan_file.unlink()
     words = f"{run.plan_file}: is missing: it is made again from the measurements"
     assert read_facts(run).doubts == [words]
-    made = plan_stage(Sweep(load_frozen_sweep(run.sweep_file), load_cluster(run.cluster_file), run))
+    made = plan_stage(sweep_of(run))
     assert capsys.readouterr().err == f"{words}\n"
     assert run.read_plan() == made
     assert read_facts(run).doubts == []
@@ -153,7 +153,7 @@ def test_a_lost_plan_of_a_training_is_made_again_which_status_and_the_command_sa
     began = SubmissionData(configuration=other.configuration)
     run.log_event("submitted", "train", job_id="1", data=began.model_dump(mode="json", exclude_defaults=True))
     run.plan_file.unlink()
-    made = plan_stage(Sweep(load_frozen_sweep(run.sweep_file), load_cluster(run.cluster_file), run))
+    made = plan_stage(sweep_of(run))
     assert (made.chosen, made.reason) == (other, AS_BEGUN), "the running training keeps its configuration"
 
 

@@ -10,6 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.known import known
+from tula_hpc import study as study_command
+from tula_hpc import sweep as sweep_command
 from tula_hpc.analysis.report.study_text import verdicts
 from tula_hpc.analysis.study_results import (
     CellOutcome,
@@ -29,6 +32,7 @@ from tula_hpc.stages.context import Sweep
 from tula_hpc.stages.study import cell_spec, choose, describe_study, family, study_stage, trial_specs
 from tula_hpc.stages.train_many import most_at_once
 from tula_hpc.study import main
+from tula_hpc.sweep import main as sweep_main
 
 PLAIN = """
 name = "small"
@@ -135,8 +139,7 @@ def test_keys_of_a_variant_with_and_without_quotes_are_the_same(tmp_path: Path) 
 
 def test_a_variant_with_the_name_of_a_method_has_that_method_with_other_keys(tmp_path: Path) -> None:
     spec = loaded(tmp_path, STUDY + "[study.variants.lars]\nworkload.lr = 2.0\n")
-    assert spec.study is not None
-    assert spec.study.columns == ("lbt", "lrs", "lars")
+    assert known(spec.study).columns == ("lbt", "lrs", "lars")
     column = study_column(spec, "lars")
     assert (column.training.method, column.workload.lr) == ("lars", 2.0)
 
@@ -227,8 +230,7 @@ accuracies = st.lists(st.floats(0, 1), min_size=1, max_size=6)
 
 @given(accuracies)
 def test_mean_and_deviation_over_seeds(values: list[float]) -> None:
-    found = seed_mean(values)
-    assert found is not None
+    found = known(seed_mean(values))
     assert min(values) - 1e-12 <= found.mean <= max(values) + 1e-12
     assert found.runs == len(values)
     assert found.deviation == (None if len(values) == 1 else pytest.approx(statistics.stdev(values)))
@@ -296,32 +298,16 @@ def test_nothing_is_said_to_be_recovered_where_only_some_runs_came_through(diver
     assert found["lrs", 512].recovered == (pytest.approx(0.75) if diverged[0] == "ags" else None)
 
 
-def test_best_and_worst_are_marked_at_each_batch() -> None:
-    found = table(
-        {("lbt", 256): [0.5, 0.6], ("lrs", 256): [0.7, 0.7], ("lbt", 512): [0.6, 0.6], ("lrs", 512): [0.2, 0.3]}
-    )
-    marks = {place: entry.mark for place, entry in found.entries.items()}
-    assert marks == {("lbt", 256): "worst", ("lrs", 256): "best", ("lbt", 512): "best", ("lrs", 512): "worst"}
-
-
 def test_diverged_runs_are_counted_not_averaged_and_never_the_best() -> None:
     found = table({("lrs", 512): [0.9, None, 0.8], ("lbt", 512): [0.5, 0.5, 0.5], ("ags", 512): [0.4, 0.4, 0.4]})
     lrs = found.entries["lrs", 512]
     assert (lrs.diverged, lrs.mark) == (1, "")
-    assert lrs.test is not None
-    assert lrs.test.mean == pytest.approx(0.85)
+    assert known(lrs.test).mean == pytest.approx(0.85)
     assert found.best(512) == found.entries["lbt", 512]
     assert found.entries["ags", 512].mark == "worst"
     assert found.number_of("diverged") == 1
     # for the marks a diverged run counts as 0, which gives 0.35
     assert table({("lrs", 512): [0.7, None], ("lbt", 512): [0.5, 0.5]}).entries["lrs", 512].mark == "worst"
-
-
-def test_a_method_that_always_diverged_has_no_accuracy() -> None:
-    found = table({("lrs", 512): [None, None], ("lbt", 512): [0.5, 0.5]}).entries
-    assert found["lrs", 512].test is None
-    assert found["lrs", 512].mark == "worst"
-    assert found["lbt", 512].mark == "best"
 
 
 def test_equal_results_are_marked_alike_and_named_together() -> None:
@@ -345,11 +331,7 @@ def verdict_of(small: Sequence[float | None], plain: Sequence[float | None], **o
     ("small", "plain", "expected"),
     [
         ([0.7], [0.65], "plain large-batch training (65.0 %) lost 5.0 points against the 70.0 % of B = 128."),
-        (
-            [0.7],
-            [0.704],
-            "plain large-batch training (70.4 %) lost hardly anything against the 70.0 % of B = 128.",
-        ),
+        ([0.7], [0.704], "plain large-batch training (70.4 %) lost hardly anything against the 70.0 % of B = 128."),
         ([0.7], [0.76], "plain large-batch training (76.0 %) came out 6.0 points above the 70.0 % of B = 128."),
         ([0.7], [None, None], "plain large-batch training diverged in 2 of 2 runs; B = 128 reached 70.0 %."),
         (
@@ -370,23 +352,11 @@ def verdict_of(small: Sequence[float | None], plain: Sequence[float | None], **o
             "plain large-batch training (60.0 %) lost 10.0 points against the 70.0 % of B = 128, which diverged in 1 "
             "of 2 runs.",
         ),
-        (
-            [None],
-            [0.6],
-            "plain large-batch training (60.0 %) cannot be compared: B = 128 diverged in 1 of 1 run.",
-        ),
-        (
-            [None],
-            [None],
-            "plain large-batch training diverged in 1 of 1 run; B = 128 diverged in 1 of 1 run.",
-        ),
+        ([None], [0.6], "plain large-batch training (60.0 %) cannot be compared: B = 128 diverged in 1 of 1 run."),
+        ([None], [None], "plain large-batch training diverged in 1 of 1 run; B = 128 diverged in 1 of 1 run."),
         ([], [0.6], "there is no small batch to compare with."),
         ([0.7], [], "there is no plain large-batch training to compare with."),
-        (
-            [],
-            [None],
-            "plain large-batch training diverged in 1 of 1 run; there is no small batch to compare with.",
-        ),
+        ([], [None], "plain large-batch training diverged in 1 of 1 run; there is no small batch to compare with."),
     ],
 )
 def test_the_verdict_begins_with_what_became_of_plain_training(
@@ -465,8 +435,7 @@ def test_the_best_is_best_of_those_that_did_not_diverge_and_the_worst_is_below_a
 
 def test_within_one_deviation_of_the_best() -> None:
     found = table({("ags", 512): [0.68, 0.72], ("lrs", 512): [0.68, 0.68], ("lbt", 512): [0.6, 0.6]})
-    best = found.best(512)
-    assert best is not None
+    best = known(found.best(512))
     # its deviation is 2.8 points
     assert best.column == "ags"
     assert within_one_deviation(found.entries["lrs", 512], best)
@@ -496,10 +465,9 @@ def test_dry_run_says_what_would_be_trained_and_creates_nothing(
 
 def test_what_has_a_result_is_not_submitted_again(tmp_path: Path) -> None:
     spec = loaded(tmp_path, STUDY + "base_lrs = [0.1, 0.2]\n")
-    assert spec.study is not None
     run = RunDirectory(tmp_path / "run").create()
     cluster = ClusterSpec(executor="slurm", train_minutes=30)
-    labels = [*trial_specs(spec), *(cell.label for cell in spec.study.cells())]
+    labels = [*trial_specs(spec), *(cell.label for cell in known(spec.study).cells())]
     for label in labels[:-2]:
         run.make_train(label).result_file.touch()
     shown = describe_study(spec, cluster, run.root)
@@ -531,8 +499,7 @@ def test_the_failure_of_a_study_as_a_whole_is_on_record(tmp_path: Path, monkeypa
     monkeypatch.setattr("tula_hpc.stages.study._choose_rates", diverge)
     with pytest.raises(StageError) as caught:
         study_stage(Sweep(spec, ClusterSpec(), run))
-    failure = run.history().stage_failure()
-    assert failure is not None
+    failure = known(run.history().stage_failure())
     assert failure.detail == str(caught.value)
 
 
@@ -540,9 +507,6 @@ def test_the_failure_of_a_study_as_a_whole_is_on_record(tmp_path: Path, monkeypa
 def test_a_sweep_with_a_study_runs_the_study_under_both_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    from tula_hpc import study as study_command
-    from tula_hpc import sweep as sweep_command
-
     monkeypatch.chdir(tmp_path)
     loaded(tmp_path, STUDY)
     chosen = {"sweep": sweep_command, "study": study_command}[command]
@@ -553,8 +517,6 @@ def test_a_sweep_with_a_study_runs_the_study_under_both_commands(
 def test_a_study_has_no_plan_and_a_sweep_without_the_table_is_no_study(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tula_hpc.sweep import main as sweep_main
-
     monkeypatch.chdir(tmp_path)
     loaded(tmp_path, STUDY)
     assert sweep_main(["sweep.toml", "--until", "plan"]) == 2

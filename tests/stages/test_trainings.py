@@ -131,13 +131,9 @@ def test_a_training_with_a_result_is_not_submitted_and_a_running_one_is_waited_f
     ("failure", "submissions"),
     [
         (Failure.BUG, 3),
-        (Failure.HOST_OOM, 1),
-        (Failure.DEVICE_OOM, 1),
         (Failure.CANCELLED, 1),
         # max_requeues + 1
         (Failure.PREEMPTED, 5),
-        (Failure.NODE_FAILED, 5),
-        (Failure.DEVICE_FAILED, 3),
     ],
 )
 def test_a_failure_is_tried_again_as_often_as_it_may_help_and_holds_up_none(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.known import known
 from tests.run_factory import SWEEP_TOML
 from tula_hpc.cli import options as command
 from tula_hpc.cli.options import load_inputs
@@ -250,8 +251,7 @@ def test_mlflow_has_one_run_that_stores_how_far_it_came(run: RunDirectory, monke
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(tracking_uri=(run.root / "mlflow").as_uri())
-    experiment = client.get_experiment_by_name(run.root.name)
-    assert experiment is not None
+    experiment = known(client.get_experiment_by_name(run.root.name))
     (message,) = client.search_runs([experiment.experiment_id])
     assert [each.step for each in client.get_metric_history(message.info.run_id, "train/loss")] == [*range(1, 71)]
     epochs = client.get_metric_history(message.info.run_id, "epoch/test_accuracy")

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.forked import ALONE
+from tests.known import known
 from tests.run_factory import candidate, measurement, plan, with_step_time, write_plan
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.ddp.worker import Worker
-from tula_hpc.env import WorkerEnvironment
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import (
     Configuration,
@@ -36,7 +37,6 @@ from tula_hpc.training import loop as trainer_module
 from tula_hpc.training.drift import extent_of, probe_parts
 from tula_hpc.training.loop import run_training
 
-ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 CONFIGURATION = Configuration(nodes=1, workers_per_node=1, local_batch=32)
 
 
@@ -64,19 +64,18 @@ def prepared(folder: Path, step_time_s: float | None, largest_s: float | None = 
         return run
     candidates = []
     for local_batch, step_s in ((16, step_time_s), (32, step_time_s), (64, largest_s or step_time_s)):
-        known = candidate(CONFIGURATION._replace(local_batch=local_batch))
-        changed = with_step_time(known, step_s)
+        there = candidate(CONFIGURATION._replace(local_batch=local_batch))
+        changed = with_step_time(there, step_s)
         candidates.append(changed.model_copy(update={"train_time_s": step_s / local_batch, "interval_90": {}}))
-        append_record(run.profile / "1.jsonl", profile_of(known.configuration, step_s / known.step_time_s))
+        append_record(run.profile / "1.jsonl", profile_of(there.configuration, step_s / there.step_time_s))
     write_plan(run, plan(candidates, chosen=candidates[1], fallbacks=[candidates[0]]))
     return run
 
 
 def profile_of(configuration: Configuration, factor: float) -> Measurement:
     row = measurement(configuration)
-    assert row.times is not None
     return row.model_copy(
-        update={"times": StepTimes(**{k: v and factor * v for k, v in row.times.model_dump().items()})}
+        update={"times": StepTimes(**{k: v and factor * v for k, v in known(row.times).model_dump().items()})}
     )
 
 
@@ -95,8 +94,7 @@ def train(run: RunDirectory, spec: SweepSpec | None = None) -> list[Event]:
 
 
 def weights(run: RunDirectory) -> dict[str, Tensor]:
-    loaded = CheckpointStore(run.train().checkpoints).load_latest()
-    assert loaded is not None
+    loaded = known(CheckpointStore(run.train().checkpoints).load_latest())
     model: dict[str, Tensor] = loaded.state["model"]
     return model
 
@@ -221,9 +219,7 @@ def test_a_probe_without_memory_says_that_compute_is_unknown(monkeypatch: pytest
     assert probe_parts(worker, *next(worker.batches())).parts.compute_time_s is None
 
 
-def test_a_shared_processor_counts_as_slow_and_a_single_pause_does_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_shared_processor_counts_as_slow_and_a_single_pause_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = cycle([0.005, 0.005, 0.005, 0.005, 0.045])
     pretend(monkeypatch, turns)
     worker = Worker(sweep(), ClusterSpec(), CONFIGURATION, ALONE)

@@ -8,15 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.forked import ALONE
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.ddp.worker import Worker
-from tula_hpc.env import WorkerEnvironment
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import Configuration, RunDirectory, TrainResult
 from tula_hpc.training import loop as trainer_module
 
-ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 LOCAL_BATCH = 16
 # of digits
 TEST_SAMPLES = 359

@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.data.spoiled import spoil_item
+from tests.forked import ALONE
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp.stop_signals import StopRequest
-from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import InputError
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import Configuration, RunDirectory, read_metrics
 from tula_hpc.training import loop as trainer_module
 
-ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 PERCEPTRON = "tests.examples.own_workload:perceptron"
 
 

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
+from tests.forked import ALONE
+from tests.known import known
 from tula_hpc.attach.train.scores import SCORES
 from tula_hpc.checkpoint.safe_points import Progress
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
 from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.ddp.worker import Worker
-from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import DivergedError
 from tula_hpc.gradients.noise_scale import CriticalBatch, NoiseReading
 from tula_hpc.launch.job_specs import TrainJob
@@ -32,7 +33,6 @@ from tula_hpc.training.metrics_writer import MetricsWriter, StepWindow
 from tula_hpc.training.progress import Training
 from tula_hpc.training.training_log import TrainingLog
 
-ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 PERCEPTRON = "tests.examples.own_workload:perceptron"
 
 
@@ -48,8 +48,7 @@ def train(folder: Path, spec: SweepSpec, monkeypatch: pytest.MonkeyPatch) -> tup
     run.train().root.mkdir()
     job = TrainJob(spec, ClusterSpec(), Configuration(1, 1, 16), run.root)
     assert trainer_module.run_training(job, StopRequest()) == "finished"
-    loaded = CheckpointStore(run.train().checkpoints).load_latest()
-    assert loaded is not None
+    loaded = known(CheckpointStore(run.train().checkpoints).load_latest())
     return read_metrics(run.train().metrics_file), loaded.state["model"]
 
 
@@ -83,8 +82,7 @@ def test_the_first_batch_is_of_the_start_and_no_step_waits_for_it(
     first = metrics.steps[0]
     assert 2 * (first.data_time_s or 0.0) < slow_s
     assert 2 * first.step_time_s < slow_s
-    result = RunDirectory(tmp_path).train().read_result()
-    assert result is not None
+    result = known(RunDirectory(tmp_path).train().read_result())
     assert result.starts_s is not None
     assert result.starts_s > slow_s
     assert result.train_time_s < slow_s

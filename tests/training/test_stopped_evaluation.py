@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.examples.own_workload import perceptron
+from tests.forked import ALONE
+from tests.known import known
 from tula_hpc.batches import tensors_of
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, SweepSpec
@@ -22,14 +24,12 @@ from tula_hpc.ddp import agreement as stopping
 from tula_hpc.ddp.agreement import Agreement, EvaluationStopped, SaveRequest, Stop, until_stopped
 from tula_hpc.ddp.stop_signals import StopRequest
 from tula_hpc.ddp.worker import Worker
-from tula_hpc.env import WorkerEnvironment
 from tula_hpc.errors import CheckpointError
 from tula_hpc.launch.job_specs import TrainJob
 from tula_hpc.records import Configuration, RunDirectory, TrainResult
 from tula_hpc.training import loop as trainer_module
 from tula_hpc.training.loop import run_training
 
-ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 CONFIGURATION = Configuration(nodes=1, workers_per_node=1, local_batch=64)
 # batches of the test set, which has 359 samples
 BATCHES = 6
@@ -63,13 +63,7 @@ def sweep(
     study: dict[str, object] | None = None,
     model: str = "tests.examples.own_workload:perceptron",
 ) -> SweepSpec:
-    workload = {
-        "model": model,
-        "dataset": "digits",
-        "samples": 320,
-        "loader_workers": 0,
-        "epochs": 2,
-    }
+    workload = {"model": model, "dataset": "digits", "samples": 320, "loader_workers": 0, "epochs": 2}
     tables = {"workload": workload, "training": {"log_interval_steps": 2, "small_batch": 16, **training}}
     return SweepSpec.model_validate({"name": "x", **tables} | ({"study": study} if study else {}))
 
@@ -125,8 +119,7 @@ def lines(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def end(run: RunDirectory) -> tuple[TrainResult, dict[str, Any]]:
-    loaded = CheckpointStore(run.train().checkpoints).load_latest()
-    assert loaded is not None
+    loaded = known(CheckpointStore(run.train().checkpoints).load_latest())
     result = TrainResult.model_validate_json(run.train().result_file.read_bytes())
     parts_s = result.starts_s, result.evaluation_s, result.saving_s
     assert all(seconds is not None and seconds > 0.0 for seconds in parts_s)

@@ -16,7 +16,8 @@ from torch.distributed import FileStore  # type: ignore[attr-defined] # it is do
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 
-from tests.forked import start_workers
+from tests.forked import ALONE, start_workers
+from tests.known import known
 from tests.run_factory import make_run, opening_text
 from tests.study_factory import make_study
 from tests.workloads.test_workloads_own import write_module
@@ -47,7 +48,6 @@ from tula_hpc.user_code import collate
 from tula_hpc.workloads.footprint import estimate_footprint
 from tula_hpc.workloads.workload import build_workload
 
-ALONE = WorkerEnvironment(0, 1, 0, 0, "1", 0, ("here",), on_slurm=False)
 CONFIGURATION = Configuration(nodes=1, workers_per_node=1, local_batch=32)
 OWN, LANGUAGE = "tests.examples.own_loss", "tula_hpc.workloads.language_model"
 REGRESSION = {"model": f"{OWN}:regression", "dataset": f"{OWN}:points", "loss": f"{OWN}:squared_error"}
@@ -85,8 +85,7 @@ def result_of(run: RunDirectory) -> TrainResult:
 
 def trained_worker(run: RunDirectory, spec: SweepSpec) -> Worker:
     worker = Worker(spec, ClusterSpec(), CONFIGURATION, ALONE)
-    loaded = CheckpointStore(run.train().checkpoints).load_latest()
-    assert loaded is not None
+    loaded = known(CheckpointStore(run.train().checkpoints).load_latest())
     worker.load_own_state(loaded.state)
     return worker
 
@@ -172,8 +171,7 @@ def test_a_regression_is_profiled_and_its_memory_estimated(workload: dict[str, A
     spec = sweep(workload)
     measurement = measure(spec, ClusterSpec(), CONFIGURATION, ALONE)
     assert measurement.status == "ok"
-    assert measurement.times is not None
-    assert (measurement.times.forward_time_s or 0.0) > 0
+    assert (known(measurement.times).forward_time_s or 0.0) > 0
     assert 16 in dict(measurement.smaller_computes)
     found = estimate_footprint(spec, ClusterSpec())
     assert found.method == "fake"
@@ -530,8 +528,7 @@ def test_the_report_has_the_loss_where_there_is_no_accuracy(known_by_loss: RunDi
     assert (table.columns[-1], table.rows[0][-1], table.rows[1][-1]) == ("test loss", "-3.25", "–")
     assert "the model reached test loss -3.25." in opening_text(contents)
     drawings = {name: drawn(contents, name) for name in ("training", "variability")}
-    last = contents.trainings[0].metrics.epochs[-1].test_loss
-    assert last is not None
+    last = known(contents.trainings[0].metrics.epochs[-1].test_loss)
     for drawing in drawings.values():
         axes = drawing.figure.axes[-1]
         assert axes.get_ylim()[0] < last < axes.get_ylim()[1]

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.planning_data import grid
 from tula_hpc.analysis.costs.pricing import (
     Bill,
     NodePower,
@@ -17,6 +18,7 @@ from tula_hpc.analysis.costs.pricing import (
     node_power,
     train_cost_usd,
 )
+from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.config import GIB, ClusterSpec, PricingSpec, TrainingSpec
 from tula_hpc.errors import InputError
 from tula_hpc.formatting import FOREVER_S
@@ -180,9 +182,6 @@ def test_energy_is_known_with_every_basis_and_paid_by_one() -> None:
 
 
 def test_the_stated_power_of_a_whole_node_goes_before_what_was_measured_of_it() -> None:
-    from tests.planning_data import grid
-    from tula_hpc.analysis.models.profiles import summarize
-
     pricing = PricingSpec(watts_per_node=100.0)
     rows = [
         row.model_copy(update={"watts_per_node": watts}) for row, watts in zip(grid(), (0, 200, 400, 300), strict=False)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.known import known
 from tests.run_factory import DATASET_SAMPLES, EPOCHS, candidate, plan
 from tula_hpc.analysis.costs.evaluation import END_SHARE
 from tula_hpc.analysis.costs.spread import TimePart
@@ -48,9 +49,7 @@ def accounted(*elapsed_s: float) -> list[JobAccount]:
 
 
 def billed(*elapsed_s: float, plan: dict[str, Any] | None = None, events: list[Event] | None = None) -> TrainingBill:
-    found = training_bill(promised(**(plan or {})), result(), events or [], accounted(*elapsed_s))
-    assert found is not None
-    return found
+    return known(training_bill(promised(**(plan or {})), result(), events or [], accounted(*elapsed_s)))
 
 
 def event(name: str, time: float) -> Event:
@@ -85,22 +84,19 @@ def test_the_parts_add_up_to_the_whole() -> None:
 
 
 def test_after_interruptions_what_nobody_timed_was_repeated() -> None:
-    bill = training_bill(promised(), result(restarts=1), [], accounted(60.0, 140.0))
-    assert bill is not None
+    bill = known(training_bill(promised(), result(restarts=1), [], accounted(60.0, 140.0)))
     assert (bill.whole.actual, bill.runs) == (200.0, 2)
     assert bill.parts[TimePart.ENDS].actual is None
     assert bill.parts[TimePart.REPEATED].actual == pytest.approx(200.0 - 136.0 - 9.0 * END_SHARE)
     assert bill.parts_off()[0] is TimePart.REPEATED
-    late = training_bill(promised(), result(restarts=1, starts_s=60.0), [], accounted(60.0, 140.0))
-    assert late is not None
+    late = known(training_bill(promised(), result(restarts=1, starts_s=60.0), [], accounted(60.0, 140.0)))
     assert "start-up 1 min in 2 starts (predicted " in " ".join(bill_sentences(late))
 
 
 def test_a_job_that_failed_before_is_no_end_of_the_one_that_finished() -> None:
     first, second = accounted(60.0, 140.0)
     jobs = [first.model_copy(update={"job_id": "6"}), second]
-    bill = training_bill(promised(), result(), [], jobs)
-    assert bill is not None
+    bill = known(training_bill(promised(), result(), [], jobs))
     assert bill.parts[TimePart.FAILED].actual == 60.0
     assert bill.parts[TimePart.ENDS].actual == pytest.approx(140.0 - 136.0)
     assert "jobs that failed before 1 min (none predicted)" in " ".join(bill_sentences(bill))
@@ -111,8 +107,7 @@ def test_the_jobs_before_one_that_begins_anew_have_failed(samples: int, failed_s
     first, second = accounted(60.0, 140.0)
     jobs = [first.model_copy(update={"job_id": "6"}), second]
     resumed = event("resumed", 70.0).model_copy(update={"job_id": "7", "data": {"samples_seen": samples}})
-    bill = training_bill(promised(), result(restarts=1), [resumed], jobs)
-    assert bill is not None
+    bill = known(training_bill(promised(), result(restarts=1), [resumed], jobs))
     assert (TimePart.FAILED in bill.parts, TimePart.REPEATED in bill.parts) == (samples == 0, samples > 0)
     if failed_s is not None:
         assert bill.parts[TimePart.FAILED].actual == failed_s
@@ -126,21 +121,18 @@ def test_a_first_job_without_a_checkpoint_has_failed_though_a_later_one_was_inte
         event("checkpoint", 70.0).model_copy(update={"job_id": "6"}),
         event("resumed", 90.0).model_copy(update={"job_id": "7", "data": {"samples_seen": 64}}),
     ]
-    bill = training_bill(promised(), result(restarts=1), events, jobs)
-    assert bill is not None
+    bill = known(training_bill(promised(), result(restarts=1), events, jobs))
     assert bill.parts[TimePart.FAILED].actual == 60.0
     assert bill.parts[TimePart.REPEATED].actual == pytest.approx(240.0 - 136.0 - 9.0 * END_SHARE)
 
 
 def test_the_first_run_of_a_requeued_job_that_begins_anew_has_failed() -> None:
     resumed = event("resumed", 70.0).model_copy(update={"job_id": "7", "data": {"samples_seen": 0}})
-    bill = training_bill(promised(), result(restarts=1), [resumed], accounted(60.0, 140.0))
-    assert bill is not None
+    bill = known(training_bill(promised(), result(restarts=1), [resumed], accounted(60.0, 140.0)))
     assert bill.parts[TimePart.FAILED].actual == 60.0
     assert bill.parts[TimePart.ENDS].actual == pytest.approx(140.0 - 136.0)
     # accounting that lacks a run is not used at all
-    short = training_bill(promised(), result(restarts=1), [resumed], accounted(10.0, 40.0))
-    assert short is not None
+    short = known(training_bill(promised(), result(restarts=1), [resumed], accounted(10.0, 40.0)))
     assert TimePart.FAILED not in short.parts
 
 
@@ -150,16 +142,14 @@ def test_a_run_that_left_no_event_makes_none_of_the_others_a_failed_one() -> Non
         event("resumed", 150.0).model_copy(update={"data": {"samples_seen": 640}}),
     ]
     events = [each.model_copy(update={"job_id": "7"}) for each in without_job]
-    bill = training_bill(promised(), result(restarts=1), events, accounted(100.0, 8.0, 60.0))
-    assert bill is not None
+    bill = known(training_bill(promised(), result(restarts=1), events, accounted(100.0, 8.0, 60.0)))
     assert TimePart.FAILED not in bill.parts, "the run that saved may be the first or the second"
     assert bill.parts[TimePart.REPEATED].actual == pytest.approx(168.0 - 136.0 - 9.0 * END_SHARE)
 
 
 def test_without_accounting_the_notes_count() -> None:
     events = [event("preempted", 60.0), event("resumed", 200.0), event("finished", 327.0)]
-    bill = training_bill(promised(), result(wall_time_s=317.0, restarts=1), events)
-    assert bill is not None
+    bill = known(training_bill(promised(), result(wall_time_s=317.0, restarts=1), events))
     assert (bill.source, bill.runs) == (Source.NOTES, 2)
     # the runs from 10 to 60 and from 200 to 327, with their starts and ends
     assert bill.whole.actual == pytest.approx(50.0 + 127.0 + 9.0 * (1 + END_SHARE))
@@ -173,8 +163,7 @@ def test_without_accounting_the_notes_count() -> None:
 
 
 def test_notes_that_were_lost_leave_the_results_own_time() -> None:
-    bill = training_bill(promised(), result(), [])
-    assert bill is not None
+    bill = known(training_bill(promised(), result(), []))
     assert bill.whole.actual == pytest.approx(127.0 + 9.0 * (1 + END_SHARE))
 
 
@@ -198,8 +187,7 @@ def test_parts_that_were_off_are_named_once_they_matter() -> None:
 def test_where_no_part_is_off_by_itself_the_one_that_moved_the_whole_is_named() -> None:
     sure = {"interval_90": {"wall_time_s": (131.0, 132.0), "cost": (1.8, 2.2)}}
     slow = result(**TIMED | {"train_time_s": 109.0})
-    bill = training_bill(promised(**sure), slow, [], accounted(109.0 + 31.0 + 1.5))
-    assert bill is not None
+    bill = known(training_bill(promised(**sure), slow, [], accounted(109.0 + 31.0 + 1.5)))
     message = " ".join(bill_sentences(bill))
     assert "Most of the difference: steps 1 min 49 s (predicted 1 min 40 s)." in message
     assert "Most of the difference" not in " ".join(bill_sentences(billed(133.0)))
@@ -287,8 +275,7 @@ def test_a_time_just_outside_of_its_interval_does_not_read_like_its_end() -> Non
 @given(st.lists(st.floats(0.0, 1e6), max_size=3), st.floats(0.0, 1e6), st.integers(0, 3))
 def test_any_measured_training_has_its_sentences(elapsed_s: list[float], starts_s: float, restarts: int) -> None:
     outcome = result(starts_s=starts_s, restarts=restarts)
-    bill = training_bill(promised(), outcome, [event("finished", 5.0)], accounted(*elapsed_s))
-    assert bill is not None
+    bill = known(training_bill(promised(), outcome, [event("finished", 5.0)], accounted(*elapsed_s)))
     assert all(row.actual is None or row.actual >= 0.0 for row in bill.parts.values())
     assert bill_table(bill).rows
     assert all(sentence.endswith(".") for sentence in bill_sentences(bill))

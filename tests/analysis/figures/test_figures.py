@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
+from tests.known import known
 from tests.planning_data import cluster, sweep
 from tests.run_factory import (
     DATASET_SAMPLES,
@@ -170,17 +171,14 @@ def test_nodes_that_cost_nothing_are_drawn(run: RunContents, paid: int) -> None:
     changes = {"partition": "cloud", "pareto": False, "feasible": True, "interval_90": {}}
     slow = [item.model_copy(update={**changes, "cost": 3.0 + item.cost}) for item in run.plan.candidates[:paid]]
     free = priced(run, 0.0, slow)
-    assert free.plan is not None
     pareto = drawn(free, "pareto")
-    assert seen(pareto) == {(item.cost, item.train_time_s) for item in free.plan.candidates}
+    assert seen(pareto) == {(item.cost, item.train_time_s) for item in known(free.plan).candidates}
     assert pareto.figure.axes[0].get_xscale() == "linear"
     assert {(item.global_batch, 0.0) for item in run.plan.candidates} <= seen(drawn(free.of_chosen_partition(), "cost"))
 
 
 def test_the_knee_stands_in_a_band_as_wide_as_its_interval(run: RunContents) -> None:
-    assert run.plan is not None
-    knee = run.plan.knee
-    assert knee is not None
+    knee = known(known(run.plan).knee)
     assert knee.interval_90 is not None
     drawing = drawn(run, "epoch_time")
     assert any(list(line.get_xdata()) == [knee.global_batch] * 2 for line in lines_of(drawing))
@@ -192,8 +190,7 @@ def test_the_knee_stands_in_a_band_as_wide_as_its_interval(run: RunContents) -> 
 
 
 def keys_of(drawing: Drawing) -> list[str]:
-    legend = drawing.figure.axes[0].get_legend()
-    assert legend is not None
+    legend = known(drawing.figure.axes[0].get_legend())
     return [text.get_text() for text in legend.get_texts()]
 
 
@@ -232,8 +229,7 @@ def test_all_figures_but_the_front_show_the_chosen_one_of_several_partitions(run
     both = of_two_partitions(run)
     assert both.plan is not None
     alone = both.of_chosen_partition()
-    assert alone.plan is not None
-    assert alone.plan.candidates == [item for item in both.plan.candidates if item.partition == "a"]
+    assert known(alone.plan).candidates == [item for item in both.plan.candidates if item.partition == "a"]
     assert alone.measurements == []
     assert both.plan.find(both.plan.chosen.configuration) == both.plan.chosen
     assert run.of_chosen_partition() is run
@@ -248,8 +244,7 @@ def test_the_front_shows_each_of_several_partitions_and_other_figures_name_the_c
     naming = {name for name, drawing in drawings.items() if drawing.caption.startswith("Shown is partition a, ")}
     assert naming == {"epoch_time", "memory"}
     axes = drawings["pareto"].figure.axes[0]
-    legend = axes.get_legend()
-    assert legend is not None
+    legend = known(axes.get_legend())
     keys = {text.get_text(): handle for text, handle in zip(legend.get_texts(), legend.get_lines(), strict=True)}
     shapes = [str(keys[name].get_marker()) for name in "ba"]
     assert len(set(shapes)) == 2
@@ -269,8 +264,7 @@ def test_the_curve_holds_the_numbers_of_the_csv(drawings: dict[str, Drawing]) ->
 def test_measured_cost_is_measured_time_at_the_plans_price(run: RunContents, drawings: dict[str, Drawing]) -> None:
     measured = [row for row in rows(drawings["cost"]) if row["mark"] == "measured_95"]
     for row, item in zip(measured, run.ok, strict=True):
-        assert item.times is not None
-        hours = EPOCHS * (DATASET_SAMPLES // item.configuration.global_batch) * item.times.step_time_s / 3600
+        hours = EPOCHS * (DATASET_SAMPLES // item.configuration.global_batch) * known(item.times).step_time_s / 3600
         assert float(row["cost_usd"]) == pytest.approx(hours * item.nodes * 2.48)
 
 
@@ -378,8 +372,7 @@ def test_memory_shows_limit_bound_and_reserved_bytes(run: RunContents, drawings:
 
 
 def test_a_batch_within_the_margin_below_the_limit_does_not_fit(run: RunContents) -> None:
-    assert run.cluster is not None
-    careful = run._replace(cluster=run.cluster.model_copy(update={"memory_margin": 0.3}))
+    careful = run._replace(cluster=known(run.cluster).model_copy(update={"memory_margin": 0.3}))
     largest = [row for row in rows(drawn(careful, "memory")) if row["mark"] == "largest_that_fits"]
     assert [row["local_batch_samples"] for row in largest] == ["256"]
 
@@ -428,14 +421,12 @@ def test_memory_that_training_holds_outside_its_steps_counts_for_what_fits(run: 
 
 
 def test_memory_on_a_gpu_is_called_that(run: RunContents) -> None:
-    assert run.cluster is not None
-    on_gpu = run._replace(cluster=run.cluster.model_copy(update={"device": "cuda"}))
+    on_gpu = run._replace(cluster=known(run.cluster).model_copy(update={"device": "cuda"}))
     assert "GPU memory reserved by the allocator" in drawn(on_gpu, "memory").caption
 
 
 def test_a_limit_far_above_does_not_flatten_the_measurements(run: RunContents) -> None:
-    assert run.plan is not None
-    wide = run._replace(plan=run.plan.model_copy(update={"memory_limit_bytes": 1024 * MEMORY_LIMIT}))
+    wide = run._replace(plan=known(run.plan).model_copy(update={"memory_limit_bytes": 1024 * MEMORY_LIMIT}))
     top = drawn(wide, "memory").figure.axes[0].get_ylim()[1]
     assert top * 1024**3 < 20 * MEMORY_LIMIT
 
@@ -506,8 +497,7 @@ def test_the_loader_decides_where_waiting_for_data_is_the_largest_part(
     run: RunContents, wait_s: float, decides: bool
 ) -> None:
     slow, pair = profiled(ALONE, 0.0), profiled(PAIR, 0.6)
-    assert slow.times is not None
-    waiting = slow.times.model_copy(update={"data_time_s": wait_s, "compute_time_s": 0.9 - wait_s})
+    waiting = known(slow.times).model_copy(update={"data_time_s": wait_s, "compute_time_s": 0.9 - wait_s})
     rows = [slow.model_copy(update={"times": waiting}), pair]
     title = drawn(run._replace(measurements=rows, plan=None), "step_breakdown").title
     says = "The data loader is the bottleneck: waiting for data takes 50.0 % of a step at N = 1, B = 32"
@@ -635,14 +625,11 @@ def test_errors_are_predicted_over_measured_minus_one(run: RunContents, drawings
 
 
 def test_errors_of_memory_are_predicted_over_measured_minus_one(run: RunContents, drawings: dict[str, Drawing]) -> None:
-    assert run.plan is not None
     shown = rows(drawings["memory_error"])
     assert len(shown) == len(run.ok)
     for row, item in zip(shown, run.ok, strict=True):
-        found = run.plan.find(item.configuration)
-        assert found is not None
-        assert item.memory is not None
-        expected = 100 * (found.peak_memory_bytes / item.memory.reserved_bytes - 1)
+        found = known(known(run.plan).find(item.configuration))
+        expected = 100 * (found.peak_memory_bytes / known(item.memory).reserved_bytes - 1)
         assert float(row["relative_error_percent"]) == pytest.approx(expected)
 
 
@@ -731,9 +718,8 @@ GATES = {
 
 
 def scale_figure_of(run: RunContents, **training: object) -> Drawing:
-    assert run.sweep is not None
     spec = TrainingSpec.model_validate({"delta": 0.5, **training})
-    return drawn(run._replace(sweep=run.sweep.model_copy(update={"training": spec})), "gradient_scale")
+    return drawn(run._replace(sweep=known(run.sweep).model_copy(update={"training": spec})), "gradient_scale")
 
 
 def dashed(drawing: Drawing) -> int:
@@ -991,8 +977,7 @@ def test_cluster_sizes_are_named_in_a_legend_where_there_are_too_many_for_line_e
     sizes = range(1, count + 1)
     write_plan(files, plan([candidate(Configuration(nodes, 1, batch)) for nodes in sizes for batch in (32, 64)]))
     (axes,) = drawn(read_run(files)._replace(measurements=[]), "epoch_time").figure.axes
-    legend = axes.get_legend()
-    assert legend is not None
+    legend = known(axes.get_legend())
     names = {f"N = {nodes}" for nodes in sizes}
     at_lines, in_legend = (names & {text.get_text() for text in texts} for texts in (axes.texts, legend.get_texts()))
     assert (at_lines, in_legend) == ((names, set()) if count <= 14 else (set(), names))
@@ -1040,8 +1025,7 @@ def test_repeated_measurements_are_all_drawn(tmp_path: Path) -> None:
 def test_rows_of_a_legend_are_about_equally_long_and_fit(names: list[str], per_row: int) -> None:
     with new_figure("a title", 2.0) as (_, (axes,)):
         legend(axes, [Key(name, "o") for name in names])
-    found = axes.get_legend()
-    assert found is not None
+    found = known(axes.get_legend())
     assert max(vars(found)["_ncols"], 1) == per_row
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.known import known
 from tests.planning_data import failed, grid, memory, ok, oom, times
 from tula_hpc.analysis.models.profiles import summarize
 from tula_hpc.failure_kinds import Failure
@@ -34,8 +35,7 @@ def test_repeats_that_do_not_know_a_time_do_not_count_for_its_median() -> None:
     rows = [ok(1, 32, times=times(1, 32, forward_time_s=forward)) for forward in (0.1, 0.3)]
     former = ok(1, 32)
     found, unknown = summarize([*rows, former, ok(1, 64), ok(1, 64)]).profiles
-    assert former.times is not None
-    assert former.times.forward_time_s is None
+    assert known(former.times).forward_time_s is None
     assert found.times.forward_time_s == pytest.approx(0.2)
     assert unknown.times.forward_time_s is None
 
@@ -55,11 +55,7 @@ def test_the_smallest_batch_that_ran_out_of_memory_is_the_bound() -> None:
     summary = summarize(rows)
     assert summary.oom_bound(alone=True) == summary.oom_bound(alone=False) == 1600
     assert summary.oom_reason == "local batch 1600 ran out of memory"
-    assert summary.out_of_memory == (
-        Configuration(1, 1, 4096),
-        Configuration(2, 1, 1600),
-        Configuration(4, 1, 2048),
-    )
+    assert summary.out_of_memory == (Configuration(1, 1, 4096), Configuration(2, 1, 1600), Configuration(4, 1, 2048))
     assert summary.failed == {}
     assert summarize(grid()).oom_bound(alone=False) == math.inf
 

@@ -6,12 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planning_data import memory, ok, oom
-from tula_hpc.analysis.models.memory import (
-    SEGMENT_BYTES,
-    UNBOUNDED_BATCH,
-    MemoryModel,
-    fit_memory,
-)
+from tula_hpc.analysis.models.memory import SEGMENT_BYTES, UNBOUNDED_BATCH, MemoryModel, fit_memory
 from tula_hpc.analysis.models.profiles import Summary, summarize
 from tula_hpc.records import Measurement
 
@@ -90,13 +85,6 @@ def test_one_batch_alone_predicts_too_much_for_larger_ones_and_says_what_is_pinn
     assert model.pinned_ == ["fixed_bytes"]
     assert model.predict(32) == pytest.approx(200 * MIB)
     assert model.predict(64) == pytest.approx(400 * MIB)
-
-
-@laws
-@given(st.permutations(range(5)))
-def test_the_order_of_the_records_does_not_matter(order: list[int]) -> None:
-    peaks = (100 * MIB + MIB * BATCHES) * np.array([1.02, 0.97, 1.0, 1.05, 0.99])
-    assert MemoryModel().fit(BATCHES[order], peaks[order]).parameters_ == MemoryModel().fit(BATCHES, peaks).parameters_
 
 
 def test_the_interval_holds_new_measurements_as_often_as_it_says() -> None:

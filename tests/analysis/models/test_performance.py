@@ -264,16 +264,6 @@ def test_the_papers_form_is_the_plain_sum() -> None:
     np.testing.assert_allclose(model.predict(NODES, BATCH), steps, rtol=1e-4)
 
 
-@fuzz(3)
-@given(order=st.permutations(range(len(NODES))))
-def test_the_order_of_the_records_does_not_matter(order: list[int]) -> None:
-    noisy = Truth().step("ring", NODES, BATCH) * np.random.default_rng(0).lognormal(0, 0.1, NODES.shape)
-    there = StepTimeModel().fit(NODES, BATCH, noisy)
-    again = StepTimeModel().fit(NODES[order], BATCH[order], noisy[order])
-    assert again.parameters_ == there.parameters_
-    assert again.form_ == there.form_
-
-
 def test_one_disturbed_measurement_does_not_drag_the_model_along() -> None:
     steps = Truth().step("ring", NODES, BATCH)
     disturbed = steps.copy()

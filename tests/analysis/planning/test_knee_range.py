@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.fuzzing import fuzz
 from tests.planning_data import cluster, memory, ok, sweep, times
 from tula_hpc.analysis.plan import make_plan
+from tula_hpc.analysis.report.plan_text import why_not_better
 from tula_hpc.records import Measurement, Plan
 
 SIZES = (1, 2, 4)
@@ -74,8 +75,6 @@ def test_kneedle_follows_the_range_as_in_the_paper() -> None:
 
 @pytest.mark.parametrize("objective", ["knee", "kneedle"])
 def test_a_candidate_that_is_faster_and_cheaper_is_named_with_the_reason(objective: str) -> None:
-    from tula_hpc.analysis.report.plan_text import why_not_better
-
     plan = make_plan(
         sweep(objective, cluster_sizes=[1], min_batch=32, max_batch=4096), cluster(), recorded(0.01, 0.001, 0.1)
     )

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.known import known
 from tests.planning_data import BYTES_PER_SAMPLE, MIB, cluster, grid, memory, ok, peak_bytes, sweep
 from tula_hpc.analysis.models.memory import fit_memory
 from tula_hpc.analysis.models.profiles import summarize
@@ -22,8 +23,7 @@ BYTES = st.integers(MIB, 200 * GIB)
 
 def of_device(row: Measurement, **seen: int) -> Measurement:
     """Return the measurement with what a profile sees of the device."""
-    assert row.memory is not None
-    return row.model_copy(update={"memory": row.memory.model_copy(update=seen)})
+    return row.model_copy(update={"memory": known(row.memory).model_copy(update=seen)})
 
 
 def plan_of(typed_gb: float | None = None, **seen: int) -> Plan:
@@ -39,8 +39,7 @@ def largest(plan: Plan) -> int:
 def test_the_limit_exceeds_nothing_that_was_typed_or_measured(typed: int | None, seen: list[tuple[int, int]]) -> None:
     on = cluster(device="cuda", device_memory_gb=None if typed is None else typed / GIB)
     uses = [memory(32, total_bytes=total, other_bytes=other) for total, other in seen]
-    limit = memory_limit_bytes(on, uses)
-    assert limit is not None
+    limit = known(memory_limit_bytes(on, uses))
     bounds = [total for total, _ in seen] + ([] if typed is None else [typed])
     most_outside = max(other for _, other in seen)
     assert 0 < limit <= max(1, min(bounds) - most_outside)
@@ -49,9 +48,7 @@ def test_the_limit_exceeds_nothing_that_was_typed_or_measured(typed: int | None,
 
 
 @pytest.mark.parametrize("typed_gb", [None, 2.0])
-def test_without_a_measurement_of_the_device_the_cluster_file_alone_says_it(
-    typed_gb: float | None,
-) -> None:
+def test_without_a_measurement_of_the_device_the_cluster_file_alone_says_it(typed_gb: float | None) -> None:
     on = cluster(device="cuda", device_memory_gb=typed_gb)
     for uses in ([], [memory(32)]):
         assert memory_limit_bytes(on, uses) == on.memory_limit_bytes

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.known import known
 from tests.planning_data import CORNERS, cluster, sweep
 from tests.table_factory import Row, hyperbola, rows_of, table_of
 from tula_hpc.analysis.plan import make_plan
@@ -34,8 +35,7 @@ def test_the_largest_batch_up_to_the_knee_is_chosen() -> None:
     """For a hyperbola α/B + β the knee is 3 α/β."""
     law = hyperbola(1.0, 0.01)
     ranking, choice = ranked("knee", rows_of(law, 1, POWERS), law)
-    assert choice.knee is not None
-    assert choice.knee.global_batch == pytest.approx(300, rel=0.02)
+    assert known(choice.knee).global_batch == pytest.approx(300, rel=0.02)
     assert ranking[0].global_batch == 256
     assert choice.warnings == ()
     assert choice.reason.endswith(
@@ -49,8 +49,7 @@ def test_kneedle_takes_the_candidate_nearest_to_its_own_knee() -> None:
     law = hyperbola(1.0, 0.01)
     ranking, choice = ranked("kneedle", rows_of(law, 1, POWERS), law)
     assert " with a batch up to half an octave above B=" in choice.reason
-    assert choice.knee is not None
-    assert choice.knee.global_batch == pytest.approx(np.sqrt(32 * 4096), rel=0.02)
+    assert known(choice.knee).global_batch == pytest.approx(np.sqrt(32 * 4096), rel=0.02)
     assert ranking[0].global_batch == 512
     assert "bends most" in choice.reason
 
@@ -110,8 +109,7 @@ def test_without_kneedles_knee_the_smallest_batch_near_the_least_time_is_taken_a
     law = hyperbola(0.0001, 1.0)
     feasible = rows_of(law, 1, POWERS)
     ranking, choice = ranked("kneedle", feasible, law)
-    assert choice.knee is not None
-    assert choice.knee.global_batch is None
+    assert known(choice.knee).global_batch is None
     assert choice.warnings[0].startswith("the curve has no knee, ")
     assert "within 10 %" in choice.reason
     assert ranking[0].global_batch == 32

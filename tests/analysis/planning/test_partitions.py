@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import tomli_w
 
+from tests.known import known
 from tests.planning_data import cluster, failed, grid, ok, step_time_s, sweep, times
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.planning.candidates import candidate_grid, candidates
@@ -78,8 +79,7 @@ def test_a_cluster_size_has_to_fit_one_part() -> None:
     with pytest.raises(InputError, match="8 nodes, but cluster has max_nodes = 4"):
         check_together(sweep(cluster_sizes=[1, 8]), both(), "sweep", "cluster")
     fast = both().part(FAST)
-    narrowed = sweep_for(sweep(), fast)
-    assert narrowed is not None
+    narrowed = known(sweep_for(sweep(), fast))
     assert narrowed.search.cluster_sizes == (1, 2)
     assert sweep_for(sweep(cluster_sizes=[4]), fast) is None
     assert sweep_for(sweep(), both().part(SLOW)) == sweep()

@@ -48,11 +48,7 @@ def everything(noise: float) -> list[Measurement]:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "constraints"),
-    [
-        ("time", {"budget": 0.1}),
-        ("cost", {"deadline_hours": 0.04}),
-        ("knee", {"max_global_batch": 256}),
-    ],
+    [("time", {"budget": 0.1}), ("cost", {"deadline_hours": 0.04}), ("knee", {"max_global_batch": 256})],
 )
 def test_the_choice_is_that_of_a_full_search(kind: str, constraints: dict[str, float]) -> None:
     spec, free = constrained(kind, **constraints), constrained(kind)
