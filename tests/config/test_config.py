@@ -165,6 +165,9 @@ def test_a_module_that_is_only_next_to_the_sweep_file_is_named_with_its_place(he
          '{basis = "tres", tres_weights = "CPU=1"}', "partitions: some are priced in USD and some in SU"),
         ('[[partitions]]\npartition = "a"\npricing = {usd_per_node_hour = "3"}',
          "partitions: a: pricing.usd_per_node_hour: expected a number"),
+        ('modules = ["cuda"]', "modules: unknown key; such commands are lines of setup$"),
+        ("gpus_per_node = 4", r"gpus_per_node: unknown key \(did you mean gres\?\)$"),
+        ('time = "1:00:00"', "time: unknown key; see profile_minutes and train_minutes$"),
         ('partitoin = "x"', r"partitoin: unknown key \(did you mean 'partition'\?\)"),
         ('[[partition]]\nmax_nodes = 2', r"partition: expected text .*\(did you mean \[\[partitions\]\]\?\), got \["),
         # values that become part of the job script, where a newline would start a line of its own
@@ -210,6 +213,8 @@ def test_a_mistake_in_a_cluster_is_one_line(here: Path, text: str, message: str)
         (b"[search]\nnest = true\n[search]\n", r"is not valid TOML: a table is given twice \(at line 3, column "),
         (b"partitions = []\n[[partitions]]\n", r"is not valid TOML: a table is given twice \(at line 2, column "),
         (b"[[a.x]]\n[a.x]\n", r"is not valid TOML: a table is given twice \(at line 2, column "),
+        (b'a = "x\nb = 1\n', r"is not valid TOML: a text lacks its last quote \(at line 1, column "),
+        (b"a = 'x\nb = 1\n", r"is not valid TOML: a text lacks its last quote \(at end "),
         (b"a = 1, 2", r"is not valid TOML: expected nothing more on this line; a list is written \[1, 2\], a text in "),
         (b'a = "C:\\data"', "is not valid TOML: a . in a text is written twice, or the text in single quotes "),
         (b"#" * (MAX_FILE_BYTES + 1), "expected a TOML file under 1,000,000 bytes"),
@@ -218,7 +223,7 @@ def test_a_mistake_in_a_cluster_is_one_line(here: Path, text: str, message: str)
         (NAME.encode() + b"[workload]\nepochs = " + b"9" * 5000, r"is not valid TOML: [^;]*5000 digits$"),
         (NAME.encode() + b"[workload]\nepochs = 0x" + b"f" * 5000, "holds a value outside all bounds: Exceeds[^;]*$"),
     ],
-    ids=range(15),
+    ids=range(17),
 )  # fmt: skip
 def test_a_file_that_is_no_sweep_is_one_line(here: Path, content: bytes, message: str) -> None:
     line = complaint(load_sweep, content)

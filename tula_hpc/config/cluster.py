@@ -260,8 +260,18 @@ def _is_for_workers(option: str) -> bool:
     return is_short or name.startswith(("gpu", "mem")) or name in _OF_WORKERS
 
 
+# keys that other tools use, each with the end of the message that refuses it
+_FOREIGN_KEYS = {
+    **dict.fromkeys(("module", "modules", "conda"), "; such commands are lines of setup"),
+    **dict.fromkeys(("gpus", "gpus_per_node"), " (did you mean gres?)"),
+    **dict.fromkeys(("time", "timeout_min"), "; see profile_minutes and train_minutes"),
+}
+
+
 class ClusterSpec(Spec):
     """Cluster file: where and how jobs run."""
+
+    foreign_keys = _FOREIGN_KEYS
 
     name: Name = "local"
     """Name of the cluster, shown in reports."""

@@ -53,6 +53,8 @@ TOMLLIB_WORDS = {
     "Expected '=' after a key in a key/value pair": "expected = after a key",
     "Invalid statement": "expected a key, as in epochs = 10, or a [table]",
     "Unterminated string": "a text lacks its last quote",
+    r"Illegal character '\n'": "a text lacks its last quote",
+    'Expected "\'"': "a text lacks its last quote",
     "Unescaped '\\' in a string": r"a \ in a text is written twice, or the text in single quotes",
     "Unclosed array": "a list lacks a comma, or its last ]",
 }
