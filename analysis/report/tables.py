@@ -60,7 +60,7 @@ SUMMARY_COLUMNS = (
     "epoch predicted (90 %)",
     "measured",
     OFF,
-    "steps",
+    "all steps",
     "whole time",
     "cost",
     "memory per worker",
@@ -235,7 +235,7 @@ def candidate_table(plan: Plan, measurements: Sequence[Measurement]) -> TextTabl
             "step": format_duration(item.step_time_s),
             "epoch predicted (90 %)": format_interval(item.predicted("epoch_time_s")),
             "measured": format_duration(measured[item.partition].get(item.configuration)),
-            "steps": steps,
+            "all steps": steps,
             "same progress": format_duration(item.progress_time_s),
             "whole time": whole,
             "cost": cost,
@@ -301,7 +301,7 @@ def fallback_table(plan: Plan) -> TextTable:
         memory = format_bytes(item.peak_memory_bytes)
         time = format_duration(item.train_time_s)
         rows.append((f"{item.global_batch:,}", str(item.nodes), time, memory))
-    return TextTable(("global batch", "nodes", "steps", "memory per worker"), rows)
+    return TextTable(("global batch", "nodes", "all steps", "memory per worker"), rows)
 
 
 def failure_table(measurements: Iterable[Measurement]) -> TextTable:

@@ -61,7 +61,7 @@ MOST_PLAN_BYTES = 64 * 1024**2
 # failed trainings that are named one by one
 NAMED_FAILURES = 5
 # columns that may be left out; the one with the largest number goes first
-SPARE = {"memory per worker": 4, "against prediction": 3, "measured": 2, "steps": 1}
+SPARE = {"memory per worker": 4, "against prediction": 3, "measured": 2, "all steps": 1}
 # least widths of columns whose cells may be wrapped
 NARROW = {"configuration": len("N = 16, B = 16,384"), "measured": len("in training")}
 
