@@ -61,6 +61,8 @@ def test_the_title_compares_the_epochs_as_the_numbers_do() -> None:
     many = draw_run_curves([chosen(f"run {number}", 0.1 + number / 100, 0.1, 0.3) for number in range(9)])
     assert isinstance(many, Drawing)
     assert many.title.endswith("run 3 130 ms and 5 more")
+    # the fastest that was measured need not be the fastest that is predicted
+    assert "on the fastest number of nodes that was measured, which may be another one" in many.caption
 
 
 def test_the_table_has_a_column_for_each_run_and_no_empty_row(runs: list[RunDirectory]) -> None:
