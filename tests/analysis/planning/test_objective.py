@@ -116,6 +116,9 @@ def test_without_kneedles_knee_the_smallest_batch_near_the_least_time_is_taken_a
     assert len(ranking) == len(feasible)
     slow = Row(1, 16, 1.2 * min(row.time_s for row in feasible))
     assert ranked("kneedle", [slow, *feasible], law)[0][0].global_batch == 32
+    # of equal nodes and batches the cheapest, wherever it stands
+    dearer = ranking[0]._replace(cost=2 * ranking[0].cost)
+    assert ranked("kneedle", [dearer, *feasible], law)[0][:2] == [ranking[0], dearer]
 
 
 @pytest.mark.parametrize(("law", "batch"), [(hyperbola(0.0001, 1.0), 32), (hyperbola(1.0), 4096)])
