@@ -87,6 +87,11 @@ class MemoryContent(NamedTuple):
         return max(measured + [interval.high for interval in self.predicted])
 
     @property
+    def is_limit_near(self) -> bool:
+        """Tell whether the limit is drawn to scale, with the lower one that plans keep."""
+        return self.limit is not None and self.limit <= FAR_ABOVE * self.top
+
+    @property
     def bounded(self) -> bool:
         """Tell whether any candidate does not fit."""
         return not all(line.all_fit for line in self.lines)
@@ -198,7 +203,7 @@ def _line(
 def _memory_axis(axes: Axes, usage: MemoryContent, unit: str, unit_bytes: int) -> None:
     """Set the y axis up to the limit and all measurements; predictions far above are cut off."""
     top = usage.top
-    if usage.limit is not None and usage.limit <= FAR_ABOVE * top:
+    if usage.limit is not None and usage.is_limit_near:
         top = max([1.25 * usage.limit, *(used for _, used in usage.measured)])
     style.value_axis(axes, [top / unit_bytes], label=f"peak memory per worker, {unit}")
 
@@ -333,9 +338,10 @@ def _caption(usage: MemoryContent, kinds: str) -> str:
     if usage.limit is not None:
         text += f" The limit is {format_bytes(usage.limit)} per worker."
     if usage.limit is not None and usage.allowed < usage.limit:
+        dotted = " (dotted in red)" if usage.is_limit_near else ""
         text += (
-            f" Plans let a step use no more than {format_bytes(usage.allowed)} of it (dotted in "
-            "red). The rest is a margin, and room for what training holds in addition to its steps."
+            f" Plans let a step use no more than {format_bytes(usage.allowed)} of it{dotted}. The "
+            "rest is a margin, and room for what training holds in addition to its steps."
         )
     outside = []
     if usage.bounded:

@@ -427,8 +427,12 @@ def test_memory_on_a_gpu_is_called_that(run: RunContents) -> None:
 
 def test_a_limit_far_above_does_not_flatten_the_measurements(run: RunContents) -> None:
     wide = run._replace(plan=known(run.plan).model_copy(update={"memory_limit_bytes": 1024 * MEMORY_LIMIT}))
-    top = drawn(wide, "memory").figure.axes[0].get_ylim()[1]
+    drawing = drawn(wide, "memory")
+    top = drawing.figure.axes[0].get_ylim()[1]
     assert top * 1024**3 < 20 * MEMORY_LIMIT
+    # a line that is not drawn has no look
+    assert "of it. The rest is a margin" in drawing.caption
+    assert "of it (dotted in red). The rest is a margin" in drawn(run, "memory").caption
 
 
 def test_the_parts_of_a_step_sum_to_the_step(drawings: dict[str, Drawing]) -> None:
