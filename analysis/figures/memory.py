@@ -298,6 +298,8 @@ def _keys(usage: MemoryContent, sizes: list[int]) -> Iterable[style.Key]:
         yield style.Key("90 % interval", line="-", band=True)
     if usage.bounded:
         yield style.Key("does not fit", line=":", colour=style.INK.light)
+    if usage.limit is not None and usage.is_limit_near and usage.allowed < usage.limit:
+        yield style.Key("most that plans use", line=":", colour=style.ALERT.light)
     if usage.out_of_memory:
         yield style.Key("ran out of memory", marker="x")
 

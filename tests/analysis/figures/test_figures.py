@@ -433,6 +433,8 @@ def test_a_limit_far_above_does_not_flatten_the_measurements(run: RunContents) -
     # a line that is not drawn has no look
     assert "of it. The rest is a margin" in drawing.caption
     assert "of it (dotted in red). The rest is a margin" in drawn(run, "memory").caption
+    assert "most that plans use" in keys_of(drawn(run, "memory"))
+    assert "most that plans use" not in keys_of(drawing)
 
 
 def test_the_parts_of_a_step_sum_to_the_step(drawings: dict[str, Drawing]) -> None:
