@@ -26,7 +26,7 @@ from tests.known import known
 from tula_hpc.analysis.report.output import replace_files
 from tula_hpc.checkpoint.store import CheckpointStore
 from tula_hpc.config import ClusterSpec, load_cluster, load_sweep
-from tula_hpc.errors import CheckpointError, InputError, RunDirectoryError
+from tula_hpc.errors import CheckpointError, InputError, RunDirectoryError, StorageError
 from tula_hpc.files import foreign_link
 from tula_hpc.launch.launcher import Launcher
 from tula_hpc.launch.slurm_executor import trust_folder
@@ -122,7 +122,7 @@ def test_a_training_folder_that_may_not_be_trusted_is_refused(tmp_path: Path, la
     run = RunDirectory(tmp_path / "run").create()
     spoil, words = FAULTS[fault]
     spoil(run.make_train(label).root)
-    with pytest.raises((RunDirectoryError, Exception), match=f"{words}|File exists"):
+    with pytest.raises((RunDirectoryError, StorageError), match=f"{words}|File exists"):
         run.make_train(label)
 
 
