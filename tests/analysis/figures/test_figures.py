@@ -582,8 +582,8 @@ def test_ticks_of_many_decades_are_powers_of_ten(largest: float, ticks: list[flo
         assert list(axes.get_yticks()) == pytest.approx(ticks)
 
 
-@pytest.mark.parametrize("ratio", [3.0, 5.0, 12.0])
-@pytest.mark.parametrize("least_s", [0.0141, 2.6, 37.0, 700.0, 3100.0, 9000.0, 70_000.0, 900_000.0])
+@pytest.mark.parametrize("ratio", [3.0, 12.0])
+@pytest.mark.parametrize("least_s", [0.0141, 37.0, 3100.0, 900_000.0])
 def test_ticks_of_durations_are_round(least_s: float, ratio: float) -> None:
     """A second unit is a round part of the first: "1 h 30 min", never "1 h 23 min"."""
     with new_figure("times", 3.4) as (figure, (axes,)):
