@@ -214,6 +214,7 @@ def test_resume_equals_uninterrupted_bit_for_bit(options: dict[str, Any]) -> Non
     if "static_scale" not in options:
         updated(optimizer)
     train(straight, optimizer, range(5))
+    is_due = optimizer.update_due
     file = io.BytesIO()
     torch.save({"model": straight.state_dict(), "optimizer": optimizer.state_dict()}, file)
     train(straight, optimizer, range(5, 12))
@@ -223,6 +224,7 @@ def test_resume_equals_uninterrupted_bit_for_bit(options: dict[str, Any]) -> Non
     resumed.load_state_dict(saved["model"])
     restored = build(resumed)
     restored.load_state_dict(saved["optimizer"])
+    assert restored.update_due == is_due
     train(resumed, restored, range(5, 12))
     assert torch.equal(weights(straight), weights(resumed))
     assert (restored.steps, restored.update_due) == (optimizer.steps, optimizer.update_due)
