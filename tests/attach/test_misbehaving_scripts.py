@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import tula_hpc.attach as tula
 from tests.attach.script_runs import BATCH, QUICK, SCRIPTS, measurement_of, profiled
@@ -194,6 +195,24 @@ def test_an_error_at_a_scripts_end_is_reported_as_one_within_it() -> None:
     mode: Any = SimpleNamespace(spec=SimpleNamespace(program=program, home=ROOT), ended=ended, fail=fail)
     with pytest.raises(SystemExit, match="weights of the model are nan"):
         _run(mode)
+
+
+def test_no_killed_loader_interrupts_the_exit_functions_of_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch raises in the main thread when a process of a loader is killed, unless its signal is no longer heeded."""
+    before = signal.getsignal(signal.SIGCHLD)
+    message = ProcessMessage(state="done", result={})
+    spec = SimpleNamespace(program=SimpleNamespace(run=lambda home: None), home=ROOT, mode="train")
+    mode: Any = SimpleNamespace(spec=spec, ended=lambda code: message, say=lambda message: None)
+    loader: Any = iter(DataLoader(TensorDataset(torch.zeros(4)), num_workers=1))
+    # other tests may have daemons, too
+    monkeypatch.setattr("tula_hpc.attach.reporting.active_children", lambda: loader._workers)
+    try:
+        assert _run(mode) == 0
+        # returns when the process has ended, and leaves its end to be seen by others
+        os.waitid(os.P_PID, loader._workers[0].pid, os.WEXITED | os.WNOWAIT)
+        loader._workers[0].join()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 PECULIAR = ["catches", "handles TERM", "has a thread", "prints", "has two optimizers"]

@@ -56,6 +56,8 @@ def _run(mode: Mode) -> int:
     mode.say(message)
     if mode.spec.mode != "train":
         leave(0 if message.state == "done" else 1)
+    # torch raises wherever the main thread is, as in an exit function, once its loader is killed
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     kill_daemons()
     return code
 
