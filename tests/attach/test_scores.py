@@ -71,6 +71,14 @@ def test_accuracies_are_percent_if_one_is_above_1_or_has_the_sign(
     assert [row[1] for row in known(files)] == pytest.approx(accuracies)
 
 
+def test_a_group_may_include_the_sign(files: TrainDirectory) -> None:
+    scores = Scores(r"acc=(?P<test_accuracy>\S+)( loss=(?P<test_loss>\S+))?", files, io.BytesIO())
+    end_epoch(files, 1)
+    scores.take(b"acc=0.75%\n")
+    scores.write()
+    assert known(files)[-1][1] == pytest.approx(0.0075)
+
+
 def test_scores_of_a_killed_start_become_percent_once_a_later_start_shows_that(files: TrainDirectory) -> None:
     for epoch, printed in enumerate(["0.75", "12.5", "0.5"], 1):
         start = Scores(PATTERN, files, io.BytesIO())

@@ -112,9 +112,9 @@ class Scores:
         scores: dict[str, float] = {}
         for name, text in match.groupdict().items():
             # a group may be unmatched, or hold no number
-            with contextlib.suppress(TypeError, ValueError):
+            with contextlib.suppress(AttributeError, ValueError):
                 # other groups of the expression are the user's own
-                if name in SCORES and math.isfinite(value := float(text)):
+                if name in SCORES and math.isfinite(value := float(text.rstrip(" %"))):
                     scores[name] = value
         if scores:
             self._note(match, scores)
@@ -123,10 +123,12 @@ class Scores:
         """Note scores as printed; if they turn out to be percent, note earlier ones anew."""
         noted = [(self._size(), scores)]
         if not self._is_percent:
-            signs = {name: match.string[match.end(name) :].lstrip()[:1] for name in scores}
+            # the sign may stand in the group, too
+            begins = {name: match.start(name) + len(match[name].rstrip(" %")) for name in scores}
             self._is_percent = any(
-                "accuracy" in name and (scores[name] > LARGEST_SHARE or sign == "%")
-                for name, sign in signs.items()
+                "accuracy" in name
+                and (scores[name] > LARGEST_SHARE or match.string[begin:].lstrip()[:1] == "%")
+                for name, begin in begins.items()
             )
             self._shares += noted
             noted = list(self._shares) if self._is_percent else noted
