@@ -150,6 +150,20 @@ def test_a_score_before_the_first_step_is_of_no_epoch(files: TrainDirectory, sco
     assert known(files) == [(1, None, None)]
 
 
+@pytest.mark.parametrize(("epochs", "expected"), [(1, [0.6]), (2, [None, None])])
+def test_the_last_score_within_a_single_epoch_is_its_own(
+    files: TrainDirectory, scores: Scores, epochs: int, expected: list[float | None]
+) -> None:
+    files.metrics_file.write_text('{"kind":"step"}\n')
+    for line in (b"Acc@1 50\n", b"Acc@1 60\n"):
+        scores.take(line)
+        scores.write()
+    for epoch in range(epochs):
+        end_epoch(files, epoch + 1)
+    scores.close()
+    assert [accuracy for _, accuracy, _ in known(files)] == expected
+
+
 def test_a_score_that_comes_while_others_are_written_waits_for_its_epoch(
     files: TrainDirectory, scores: Scores, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -184,14 +184,18 @@ class MetricsWriter:
             append_record(cast("Path", self.file), self._last)
 
 
-def write_scores(file: Path, found: Iterable[tuple[int, Mapping[str, float]]]) -> None:
+def write_scores(file: Path, found: Iterable[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
     """Add scores to the epoch that was the last one over when they were found.
 
     Args:
         file: The training's metrics.jsonl, in which a later line of an epoch replaces earlier ones.
         found: Scores, with the file's size when they were found. Later scores of an epoch replace
             earlier ones.
+
+    Returns:
+        The last scores that were found within the first epoch, and are not written.
     """
+    within: dict[str, float] = {}
     rows: dict[int, EpochMetrics] = {}
     content = b""
     # there is no file before the first step
@@ -202,8 +206,11 @@ def write_scores(file: Path, found: Iterable[tuple[int, Mapping[str, float]]]) -
         row = _last_epoch(content, content.rfind(b"\n", 0, size) + 1)
         if row is not None:
             rows[row.epoch] = rows.get(row.epoch, row).model_copy(update=dict(scores))
+        elif size:
+            within |= scores
     for row in rows.values():
         append_record(file, row)
+    return within
 
 
 def _last_epoch(content: bytes, end: int) -> EpochMetrics | None:

@@ -71,6 +71,8 @@ class Scores:
         self._is_percent = files.percent_file.exists()
         # last scores as they were printed, while accuracies are taken for shares
         self._shares: deque[tuple[int, dict[str, float]]] = deque(maxlen=MOST_SHARES)
+        # the last scores within the first epoch
+        self._within: dict[str, float] = {}
         self._rest = b""
         self._written_at = -math.inf
         self._thread: threading.Thread | None = None
@@ -96,6 +98,10 @@ class Scores:
         if self._thread is not None:
             self._thread.join(DRAIN_S)
         self.write()
+        file = self.files.metrics_file
+        # a training of a single epoch may evaluate within it alone
+        if self._within and len(read_metrics(file).epochs) == 1 and not last_scores(file):
+            write_scores(file, [(self._size(), self._within)])
 
     def take(self, content: bytes) -> None:
         """Look for scores in the next part of the output."""
@@ -162,7 +168,7 @@ class Scores:
             self.files.percent_file.touch()
             self._correct_earlier()
         if scores:
-            write_scores(self.files.metrics_file, scores)
+            self._within |= write_scores(self.files.metrics_file, scores)
 
     def _correct_earlier(self) -> None:
         """Correct accuracies of earlier starts, which were taken for shares and are percent."""
