@@ -134,9 +134,9 @@ def _title(curves: Sequence[RunCurve]) -> str:
 
 def _caption(kinds: set[bool]) -> str:
     text = (
-        "Each run has its own colour and shape. Lines are predictions for each batch on its fastest "
-        "feasible number of nodes, marks are measurements on the fastest number of nodes that was "
-        "measured, which may be another one, and rings are the chosen batches; lower is better."
+        "Each run has its own colour and shape. Lines are predictions, on the fastest feasible "
+        "number of nodes for each batch. Marks are measurements, on the fastest number that was "
+        "measured, which may be another. Rings are the chosen batches; lower is better."
     )
     if len(kinds) == 1:
         score = "test accuracy" if True in kinds else "test loss"

@@ -99,7 +99,7 @@ class Scores:
             self._thread.join(DRAIN_S)
         self.write()
         file = self.files.metrics_file
-        # a training of a single epoch may evaluate within it alone
+        # a script may evaluate within its first epoch, and then have no other
         if self._within and len(read_metrics(file).epochs) == 1 and not last_scores(file):
             write_scores(file, [(self._size(), self._within)])
 
