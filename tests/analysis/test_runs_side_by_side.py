@@ -62,7 +62,7 @@ def test_the_title_compares_the_epochs_as_the_numbers_do() -> None:
     assert isinstance(many, Drawing)
     assert many.title.endswith("run 3 130 ms and 5 more")
     # the fastest that was measured need not be the fastest that is predicted
-    assert "on the fastest number of nodes that was measured, which may be another one" in many.caption
+    assert "on the fastest number that was measured, which may be another." in many.caption
 
 
 def test_the_table_has_a_column_for_each_run_and_no_empty_row(runs: list[RunDirectory]) -> None:
