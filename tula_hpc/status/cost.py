@@ -136,7 +136,7 @@ class PromiseStatus(Record):
     told_by: str
 
 
-def _bill(facts: Facts) -> TrainingBill | None:
+def bill_of(facts: Facts) -> TrainingBill | None:
     """Return the bill of the plan's training; None until it has ended, or if nothing is known."""
     files = facts.trainings.get(MAIN_LABEL)
     if facts.plan is None or files is None or files.result is None:
@@ -148,9 +148,8 @@ def _bill(facts: Facts) -> TrainingBill | None:
     return training_bill(promised, result, facts.history.of_training(MAIN_LABEL), accounts)
 
 
-def promise_kept(facts: Facts) -> PromiseStatus | None:
+def promise_kept(bill: TrainingBill | None) -> PromiseStatus | None:
     """Compare the plan's training with its plan; None where there is no bill of it."""
-    bill = _bill(facts)
     if bill is None or bill.whole.actual is None:
         return None
     return PromiseStatus(
@@ -176,11 +175,13 @@ class _Use(NamedTuple):
 Accounted = Mapping[str, Sequence[JobAccount]]
 
 
-def cost_so_far(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) -> CostStatus:
-    """Return the cost of all stages so far."""
+def cost_so_far(
+    facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted, bill: TrainingBill | None
+) -> CostStatus:
+    """Return the cost of all stages so far; `bill` is that of the plan's training, see `bill_of`."""
     uses = {
         "profile": _profiling(facts, jobs, accounted),
-        "train": _training(facts, jobs, accounted),
+        "train": _training(facts, jobs, accounted, bill),
         "control": _by_accounting(facts, jobs, "control", accounted),
     }
     stages = {name: _priced(facts, name, use) for name, use in uses.items() if use is not None}
@@ -245,17 +246,18 @@ def _profiling(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) ->
     return _Use(_by_partition(facts, jobs, used), "notes", only_waiting_s(runs))
 
 
-def _training(facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted) -> _Use | None:
+def _training(
+    facts: Facts, jobs: Sequence[JobStatus], accounted: Accounted, bill: TrainingBill | None
+) -> _Use | None:
     """Return the use by accounting if that has every job, else by bill, else an estimate."""
     by_accounting = _by_accounting(facts, jobs, "train", accounted)
     if by_accounting and _knows_all(jobs, "train", accounted):
         return by_accounting
-    return _by_bill(facts, jobs) or _estimated_training(facts, jobs) or by_accounting
+    return _by_bill(facts, jobs, bill) or _estimated_training(facts, jobs) or by_accounting
 
 
-def _by_bill(facts: Facts, jobs: Sequence[JobStatus]) -> _Use | None:
+def _by_bill(facts: Facts, jobs: Sequence[JobStatus], bill: TrainingBill | None) -> _Use | None:
     """Return the use on the bill of the plan's training, if it has every run of every job."""
-    bill = _bill(facts)
     billed = facts.history.jobs_of(MAIN_LABEL)
     has_all = all(job.job_id in billed for job in of_stage(jobs, "train"))
     if facts.plan is None or bill is None or bill.unknown_runs or not has_all:

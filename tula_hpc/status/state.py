@@ -12,7 +12,7 @@ from tula_hpc.records.broken_hosts import broken_hosts
 from tula_hpc.records.events import JobFailure
 from tula_hpc.retry_policy import NextStep, study_policy
 from tula_hpc.stages.context import most_profiled, profiling_left_s
-from tula_hpc.status.cost import Accounted, cost_so_far, promise_kept
+from tula_hpc.status.cost import Accounted, bill_of, cost_so_far, promise_kept
 from tula_hpc.status.jobs import Answer, JobPhase, JobStatus, in_phase, job_statuses, of_stage
 from tula_hpc.status.run_files import Facts
 from tula_hpc.status.run_status import (
@@ -53,6 +53,7 @@ def describe(
     parts = _parts(facts, answer, jobs, rate_labels)
     state, words = verdict(parts)
     holder = facts.holder
+    bill = bill_of(facts)
     return RunStatus(
         name=facts.spec.name if facts.spec else readable(facts.run.root.name),
         run_directory=readable(facts.run.root),
@@ -75,10 +76,10 @@ def describe(
         report_stale=facts.is_report_stale,
         jobs=jobs,
         failures=_failures(facts, jobs),
-        cost=cost_so_far(facts, jobs, accounted),
+        cost=cost_so_far(facts, jobs, accounted, bill),
         doubts=facts.doubts,
         avoided=broken_hosts(facts.history.events, facts.now) if facts.executor == "slurm" else [],
-        promise=None if parts.study else promise_kept(facts),
+        promise=None if parts.study else promise_kept(bill),
     )
 
 
