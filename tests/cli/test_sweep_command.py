@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.closed_folder import close_folder
 from tests.fake_slurm import put_commands
 from tests.known import known
 from tests.planning_data import failed, ok
@@ -117,14 +118,7 @@ def test_a_mistake_is_one_line_exit_code_2_and_nothing_is_created(
 def test_a_run_below_a_folder_that_may_not_be_searched_is_bad_input(
     sweep_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stat = Path.stat
-
-    def refused(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
-        if path.parent.name == "theirs":
-            raise PermissionError(13, "Permission denied", str(path))
-        return stat(path, follow_symlinks=follow_symlinks)
-
-    monkeypatch.setattr(Path, "stat", refused)
+    close_folder("theirs", monkeypatch)
     # as from Python 3.14 on
     monkeypatch.setattr(Path, "exists", os.path.exists)
     assert main([str(sweep_file), "--run-dir", "theirs/run"]) == 2

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from tests.closed_folder import close_folder
 from tests.fuzzing import fuzz as examples
 from tula_hpc.config import (
     MAX_FILE_BYTES,
@@ -509,17 +510,10 @@ def test_overrides_of_both_files_are_distinguished_and_reach_the_default_cluster
 def test_a_folder_without_the_right_to_enter_it_is_a_mistake_in_its_key(
     here: Path, monkeypatch: pytest.MonkeyPatch, table: str, message: str
 ) -> None:
-    stat = Path.stat
-
-    def refused(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
-        if path.parent.name == "theirs":
-            raise PermissionError(13, "Permission denied", str(path))
-        return stat(path, follow_symlinks=follow_symlinks)
-
     Path("theirs").mkdir()
     # root may enter any folder
     monkeypatch.setattr(os, "access", lambda *_: False)
-    monkeypatch.setattr(Path, "stat", refused)
+    close_folder("theirs", monkeypatch)
     assert re.match(rf"in\.toml: workload\.{message}", complaint(load_sweep, f"{NAME}[workload]\n{table}"))
 
 
