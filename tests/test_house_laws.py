@@ -205,6 +205,14 @@ def test_every_module_that_a_text_names_is_there() -> None:
         assert {name for name in named if not any(path.endswith(f"/{name}") for path in there)} == set(), text
 
 
+def test_every_name_that_the_map_gives_is_defined_there() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("| to see |")[2].partition("\n\n")[0]
+    named = re.findall(r"`([\w/]+\.py)`(?::|, and) `(\w+)`", table)
+    assert len(named) >= 5
+    for path, name in named:
+        assert re.search(rf"^ *(def|class) {name}\b", (PACKAGE / path).read_text(), re.MULTILINE), (path, name)
+
+
 @pytest.mark.processes
 def test_analysis_is_refused_under_its_bare_name() -> None:
     done = subprocess.run(
