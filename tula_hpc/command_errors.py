@@ -200,8 +200,10 @@ def exit_code_of(
             words = f"{error.filename}: {words}"
         elif error.errno in NO_SPACE:
             words = _full_folder(options) or words
+        is_mistake = isinstance(error, PermissionError) and _is_given(error.filename, options)
+        again = again and not is_mistake
         sys.stderr.write(f"{words}\n{TRY_AGAIN}\n" if again else f"{words}\n")
-        return 1
+        return 2 if is_mistake else 1
     except KeyboardInterrupt:
         if interrupted:
             sys.stderr.write(f"\n{interrupted}\n")
@@ -226,6 +228,12 @@ def _what_to_do(error: TulaError, options: argparse.Namespace) -> str:
         return "Run the same command again to go on; finished work is kept.\n"
     again = TRY_AGAIN_ON_A_RUN if hasattr(options, "run_dir") else TRY_AGAIN
     return f"{again}\n"
+
+
+def _is_given(path: str | None, options: argparse.Namespace) -> bool:
+    """Tell whether a path is an argument of the command."""
+    given = [Path(each) for each in vars(options).values() if isinstance(each, str | Path)]
+    return path is not None and Path(path).absolute() in [each.absolute() for each in given]
 
 
 def _full_folder(options: argparse.Namespace) -> str:

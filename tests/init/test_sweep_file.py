@@ -7,11 +7,14 @@ import os
 import shutil
 import tomllib
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
+from tests.closed_folder import close_folder
 from tests.init.test_init import MadePartition, commands, put_site
 from tests.known import known
+from tula_hpc.attach.__main__ import main as attach
 from tula_hpc.config import ClusterSpec, check_together, load_sweep, load_together
 from tula_hpc.errors import InputError
 from tula_hpc.init.__main__ import main
@@ -86,6 +89,21 @@ import typer
 app = typer.Typer()
 @app.command()
 def train(folder: str, batch_size: int = typer.Option(64, "--bs"), n_epochs: int = 12, amp: bool = False): ...
+app()
+"""
+TYPER_ANNOTATED = """
+import typer
+from typing import Annotated
+app = typer.Typer()
+@app.command()
+def train(
+    data: Annotated[Path, typer.Option(help="of all GPUs")],
+    batch_size: Annotated[int, typer.Argument(help="samples of all GPUs")] = 64,
+    length: Annotated[int, typer.Option("--epochs", "-e")] = 12,
+    out: Path = typer.Option(...),
+    *,
+    seed: int = 2,
+): ...
 app()
 """
 HUGGING_FACE = """
@@ -242,6 +260,11 @@ STYLES = {
         {"accumulation": 4},
     ),
     "typer": (TYPER, "--bs {local_batch} --n-epochs {epochs}", {"epochs": 12}),
+    "typer with annotations": (
+        TYPER_ANNOTATED,
+        "{global_batch} --epochs {epochs} --seed {seed}",
+        {"epochs": 12, "seed": 2},
+    ),
     "hugging-face": (
         HUGGING_FACE,
         "--per_device_train_batch_size {local_batch} --num_train_epochs {epochs} --seed {seed} "
@@ -566,7 +589,7 @@ def test_facts_that_the_source_lacks_are_unknown_and_asked_for(
     assert output["required"] == ["samples"]
     assert 'resume_arguments = ["--resume", "last.pt"]' in text
     assert [line.partition("tula")[2].split()[0] for line in output["next"]] == ["attach", "check", "sweep"]
-    assert output["next"][0].endswith(" train.py --batch-size 256 --epochs 100 ... --out ...")
+    assert output["next"][0].endswith(" train.py --batch-size 256 --epochs 100 DATA --out OUT")
     assert output["next"][1].endswith(f" --sweep {tmp_path / 'train.toml'}")
     assert (output["notes"], output["partition"]["name"]) == ([], "cpu")
     with pytest.raises(InputError, match=r"samples: is required with a script"):
@@ -651,13 +674,14 @@ def next_lines(tmp_path: Path, script: str, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (ARGPARSE, "train.py --batch-size 256 --epochs 100 ... --out ..."),
-        (NOTHING + 'parser.add_argument("-c", "--config", required=True)', "train.py --config ..."),
+        (ARGPARSE, "train.py --batch-size 256 --epochs 100 DATA --out OUT"),
+        (NOTHING + 'parser.add_argument("-c", "--config", required=True)', "train.py --config CONFIG"),
         (OF_A_MODEL, "train.py --micro-batch-size 32 --train-iters 1000"),
         (STEPS, "train.py --batch_size 12"),
-        (SUBCOMMANDS, "train.py train --bs 32 --epochs 100 --data ..."),
-        (CLICK_GROUP, "train.py fit --bs 32 --epochs 100 --data ..."),
-        (TYPER_COMMANDS, "train.py train-it --bs 16 --epochs 100 ..."),
+        (SUBCOMMANDS, "train.py train --bs 32 --epochs 100 --data DATA"),
+        (CLICK_GROUP, "train.py fit --bs 32 --epochs 100 --data DATA"),
+        (TYPER_COMMANDS, "train.py train-it --bs 16 --epochs 100 DATA"),
+        (TYPER_ANNOTATED, "train.py 64 --epochs 100 --data DATA --out OUT"),
         # its function gets the arguments that are left, which are no option
         (ABSL, "train.py --batch_size 128 --max_epochs 100"),
     ],
@@ -669,6 +693,7 @@ def next_lines(tmp_path: Path, script: str, capsys: pytest.CaptureFixture[str]) 
         "subcommands",
         "click group",
         "typer commands",
+        "typer with annotations",
         "absl",
     ],
 )
@@ -680,7 +705,7 @@ def test_the_next_command_has_what_the_script_requires(
     script.write_text(text)
     assert next_lines(tmp_path, str(script), capsys) == [str(script), *words.split()[1:]]
     written = (tmp_path / "train.toml").read_text()
-    assert len(required_arguments(written)) == words.count("...")
+    assert len(required_arguments(written)) == sum(map(str.isupper, words.split()))
     # if only steps are given, the user knows how long an epoch is
     assert ("{steps} is epochs * samples" in written) == ("epochs" not in words and "--config" not in words)
     assert ("name it, as in batch-{local_batch}.yaml" in written) == ("--config" in words)
@@ -704,6 +729,83 @@ def test_a_script_that_imports_from_its_package_is_run_as_a_module(
     assert main(["elsewhere.toml", "--script", "src/mine/train.py", "--force"]) == 2
     assert "module mine.train, which is not here or installed" in capsys.readouterr().err
     assert not (tmp_path / "elsewhere.toml").exists()
+
+
+@pytest.mark.parametrize("imported", ["lab.nets", "lab.nets as parts", "lab"])
+def test_a_script_that_names_its_package_in_full_is_run_as_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imported: str
+) -> None:
+    script = tmp_path / "lab" / "train.py"
+    script.parent.mkdir()
+    for name in ("__init__", "nets", "torch"):
+        script.with_stem(name).touch()
+    script.write_text(f"import torch\nimport {imported}")
+    monkeypatch.chdir(tmp_path)
+    assert read_options(script).is_in_package
+    # run as `python lab/train.py` it finds what is beside it, and nothing of lab
+    script.write_text("import torch\nimport nets")
+    assert not read_options(script).is_in_package
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "samples_per_gpu",
+        "imgs-per-gpu",
+        "images-per-gpu",
+        "bsz",
+        "bs_per_gpu",
+        "batch_size_train",
+        "batch-size-pergpu",
+    ],
+)
+def test_usual_names_of_a_batch_are_known(tmp_path: Path, name: str) -> None:
+    script = tmp_path / "train.py"
+    others = [f'p.add_argument("--{each}", default=5)' for each in ("test-bs", "num-samples", "acc", "grad_acc_steps")]
+    script.write_text("\n".join([*others, f'p.add_argument("--{name}", default=48)']))
+    found = read_options(script)
+    assert (known(found.batch).default, found.is_global) == (48, False)
+    assert known(found.accumulation).flag == "--grad_acc_steps"
+
+
+def test_options_that_another_module_of_the_script_declares_are_found(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "lab" / "options.py").write_text(f"def get_parser():\n{indent(ARGPARSE, ' ' * 4)}")
+    (tmp_path / "lab" / "export.py").write_text('p.add_argument("--batch", type=int)')
+    (tmp_path / "lab" / "broken.py").write_text("def (:")
+    script.write_text("from lab import broken, export\nfrom lab.options import get_parser\nargs = get_parser()")
+    assert known(read_options(script).batch).flag == "--batch-size"
+    assert [each.flag for each in read_options(script).required] == ["data", "--out"]
+    # the script's own options, if it has any, are all that count
+    script.write_text(f"{script.read_text()}\np.add_argument('--bs', type=int)")
+    assert known(read_options(script).batch).flag == "--bs"
+    # a dataclass may be in another module than the call that makes options of it
+    (tmp_path / "lab" / "options.py").write_text(DATACLASS.partition("main(")[0])
+    script.write_text("import tyro\nfrom lab.options import Options\nmain(tyro.cli(Options))")
+    assert known(read_options(script).batch).default == 48
+
+
+def test_what_only_the_user_knows_is_named_before_the_next_commands(
+    commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_site(commands, [MadePartition("cpu")])
+    (tmp_path / "train.py").write_text(ARGPARSE)
+    assert main([str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "train.py")]) == 0
+    assert "It still needs samples, data and --out; tula attach fills in" in capsys.readouterr().out
+
+
+def test_a_folder_that_may_not_be_entered_is_bad_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("theirs").mkdir()
+    close_folder("theirs", monkeypatch)
+    for given in (["theirs/c.toml"], ["--script", "theirs/train.py"], ["--examples", "theirs/new"]):
+        assert main(given) == 2
+        assert capsys.readouterr().err == f"{given[-1]}: Permission denied\n"
+    assert attach(["theirs/train.py"]) == 2
+    assert capsys.readouterr().err == f"{tmp_path}/theirs/train.py: Permission denied\n"
 
 
 def test_steps_of_a_rollout_and_what_the_script_computes_are_not_given_values(tmp_path: Path) -> None:

@@ -371,7 +371,7 @@ def worded(name: str, value: str) -> list[str]:
 
 
 # parts of the names of options for a batch, not for a number of them, and for an evaluation
-OF_BATCH = ("batch(?!es)", "(?<![a-z])bs(?![a-z])")
+OF_BATCH = ("batch(?!es)", "(?<![a-z])bsz?(?![a-z])", "(sample|ima?ge?)s[-_]per[-_]gpu")
 OF_EVALUATION = ("eval", "val", "test")
 # whole names of options for the number of epochs
 OF_EPOCHS = re.compile(r"(--|([\w.]+\.)?)((n|num|number[_-]of|max|total|train)[_-]?)*epochs=?")

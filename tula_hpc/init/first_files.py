@@ -16,7 +16,14 @@ from tula_hpc.formatting import command_line, listed, plural, printable
 from tula_hpc.init.cluster_file import cluster_file, local_cluster_file
 from tula_hpc.init.script_options import read_options
 from tula_hpc.init.survey import Place, Survey, survey_cluster
-from tula_hpc.init.sweep_file import Script, filled_in, required_keys, sweep_file, unknown_keys
+from tula_hpc.init.sweep_file import (
+    Script,
+    filled_in,
+    required_arguments,
+    required_keys,
+    sweep_file,
+    unknown_keys,
+)
 from tula_hpc.own_sources import find_module, trains_together
 from tula_hpc.records import write_atomically
 
@@ -248,8 +255,9 @@ def _words(cluster: _Cluster, script: Script | None) -> Iterator[str]:
         cores = plural(cluster.spec.max_nodes, "core")
         yield f"{cluster.file}: this machine with its {cores}, since no Slurm is set up here."
     if script is not None:
-        keys = listed(required_keys(script.target.read_text()))
-        needs = f" It still needs {keys}; tula attach fills in what it sees." if keys else ""
+        text = script.target.read_text()
+        lacking = listed([*required_keys(text), *required_arguments(text)])
+        needs = f" It still needs {lacking}; tula attach fills in what it sees." if lacking else ""
         yield f"{script.target}: a sweep of {script.path.name}.{needs}"
     yield from _notes(cluster, script)
     if cluster.others:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from tula_hpc.config import ClusterSpec
 from tula_hpc.formatting import plural
 from tula_hpc.init.cluster_file import UNKNOWN, KeyLine, usable_cores
-from tula_hpc.init.script_options import Option, ScriptOptions, flags_of
+from tula_hpc.init.declared_options import Option
+from tula_hpc.init.script_options import ScriptOptions, flags_of
 
 # batch that is assumed if the script has no default
 USUAL_BATCH = 32
@@ -68,7 +69,7 @@ class Script(NamedTuple):
             (options.batch, str(self.batch)),
             (options.epochs, str(TRIAL_EPOCHS)),
             (options.accumulation if options.shares_passes else None, "1"),
-            *((each, "...") for each in options.required),
+            *((each, each.example) for each in options.required),
         ]
         if options.epochs is None and _number(options.steps, 2**62) is None:
             values.append((options.steps, str(TRIAL_STEPS)))
@@ -156,7 +157,7 @@ def _arguments(options: ScriptOptions) -> Iterator[KeyLine]:
         yield KeyLine("arguments", words, f"the batch is that of {whose}")
     for option in options.required:
         comment = f"the script requires {option.flag}; add it above: {UNKNOWN}"
-        yield KeyLine("arguments", [*option.words("...")], comment, asked=True)
+        yield KeyLine("arguments", option.words(option.example), comment, asked=True)
 
 
 def resume_lines(options: ScriptOptions) -> Iterator[KeyLine]:
