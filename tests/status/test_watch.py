@@ -11,6 +11,7 @@ import pytest
 
 from tests.run_factory import CLUSTER_TOML, SWEEP_TOML, make_run, measurement
 from tula_hpc.env import can_redraw
+from tula_hpc.errors import RunDirectoryError
 from tula_hpc.launch.slurm import JobState
 from tula_hpc.records import Configuration, JobNote, RunDirectory, append_record, write_atomically
 from tula_hpc.stages.context import BarProgress, stage_progress
@@ -60,6 +61,30 @@ def test_a_log_has_a_line_for_each_change_and_says_what_is_waited_for(
     assert first == f"waiting: {waits.words}, 0 configurations measured, 2 jobs waiting (other jobs go first)"
     assert second.endswith("1 job waiting (held; `scontrol release 7` lets it go; this does not go away by itself)")
     assert third == f"over: {gone.words}, 0 configurations measured"
+
+
+def test_a_run_that_cannot_be_read_for_a_moment_is_still_watched(run: RunDirectory) -> None:
+    waits = status_with(run, j7=("PENDING", "Priority"), j8=("PENDING", "Priority"))
+    gone = status_with(run)
+    # a look of None finds a file server that does not answer
+    answers = iter([waits, None, None, waits, gone, gone])
+
+    def look() -> RunStatus:
+        status = next(answers, None)
+        if status is None:
+            raise RunDirectoryError("cannot be read: Stale file handle", source=run.root)
+        return status
+
+    paused: list[float] = []
+    assert watch(look, paused.append) == 3
+    assert len(paused) == 5
+    answers = iter([waits])
+    with pytest.raises(RunDirectoryError, match="Stale file handle"):
+        watch(look, paused.append)
+    count = len(paused)
+    with pytest.raises(RunDirectoryError):
+        watch(look, paused.append)
+    assert len(paused) == count, "a first look that fails is reported at once"
 
 
 def test_time_left_is_shown_and_makes_no_line_of_its_own(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

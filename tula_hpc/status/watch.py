@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 from tula_hpc.env import can_redraw
+from tula_hpc.errors import RunDirectoryError
 from tula_hpc.files import write_out
 from tula_hpc.formatting import format_left, plural, printable, with_own_escapes
 from tula_hpc.status.jobs import JobPhase, JobStatus, work_in
@@ -28,29 +29,44 @@ LOG_EVERY_S = 300.0
 ENDED: frozenset[State] = frozenset({"finished", "failed", "stopped", "over"})
 # looks in a row that must find such a state: between two jobs nothing may run for a moment
 ENDED_LOOKS = 2
+# further looks at a run that cannot be read, as while its file server does not answer
+FURTHER_LOOKS = 5
 
 
 def watch(look: Callable[[], RunStatus], pause: Callable[[float], None] = time.sleep) -> int:
     """Show the state until the run has ended, or Ctrl-C; return the last state's exit code.
 
     Raises:
-        RunDirectoryError: The directory holds no run, or cannot be read.
+        RunDirectoryError: The directory holds no run, or still cannot be read after some looks.
     """
     last = 0
     try:
         with ScreenDisplay() if can_redraw(sys.stdout) else nullcontext(LogDisplay()) as display:
             looks = 0
+            status = look()
             while True:
-                status = look()
                 last = status.exit_code
                 display.show(status)
                 looks = looks + 1 if status.state in ENDED else 0
                 if status.state == "finished" or looks >= ENDED_LOOKS:
                     return last
                 on_slurm = status.scheduler.executor == "slurm"
-                pause(SLURM_PAUSE_S if on_slurm else PAUSE_S)
+                pause_s = SLURM_PAUSE_S if on_slurm else PAUSE_S
+                pause(pause_s)
+                status = _look_again(look, pause, pause_s)
     except KeyboardInterrupt:
         return last
+
+
+def _look_again(
+    look: Callable[[], RunStatus], pause: Callable[[float], None], pause_s: float
+) -> RunStatus:
+    for _ in range(FURTHER_LOOKS):
+        try:
+            return look()
+        except RunDirectoryError:
+            pause(pause_s)
+    return look()
 
 
 class ScreenDisplay:
