@@ -505,6 +505,28 @@ def test_a_command_below_a_limit_on_jobs_does_not_wait_for_itself(
         assert launcher(tmp_path, executor="slurm")._fewer(1, error, 4) == 4
 
 
+def test_a_wait_for_room_is_said_once_in_each_submission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tula_hpc.launch.launcher.ROOM_PAUSE_S", 0.0)
+    monkeypatch.setattr(slurm, "own_jobs", lambda: 5)
+    there = launcher(tmp_path, executor="slurm")
+    refusals = 3 * [SubmitLimitError("a limit of the cluster on submitted jobs is reached")]
+
+    def submit(*_: object) -> list[str]:
+        if refusals:
+            raise refusals.pop()
+        return ["7"]
+
+    monkeypatch.setattr(there.executor, "check", lambda: None)
+    monkeypatch.setattr(there.executor, "submit", submit)
+    there.submit([print], stage="train", nodes=1, minutes=1)
+    assert capsys.readouterr().err.count("is reached; trying again every 0 s") == 1
+    refusals.append(SubmitLimitError("a limit of the cluster on submitted jobs is reached"))
+    there.submit([print], stage="train", nodes=1, minutes=1)
+    assert "is reached; trying again every 0 s" in capsys.readouterr().err
+
+
 def test_a_guard_gives_way_before_anybody_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cancelled: list[str] = []
     monkeypatch.setattr(slurm, "cancel", cancelled.extend)

@@ -137,6 +137,8 @@ class Launcher:
         self.detached = detached
         folders = folders_of(work) if cluster.container and work else NO_FOLDERS
         self.executor = EXECUTORS[cluster.executor](cluster, folders)
+        # what was said about the limit that the present submission waits for
+        self.waits_for_room = ""
 
     def submit(
         self,
@@ -194,6 +196,7 @@ class Launcher:
         most = self.executor.most_together(len(todo))
         submitted: list[Submitted] = []
         arrays: list[str] = []
+        self.waits_for_room = ""
         while todo:
             try:
                 accepted = self._submit_array(todo[:most], request)
@@ -236,7 +239,11 @@ class Launcher:
             return 1
         if self.executor.other_jobs() <= 0:
             raise error
-        sys.stderr.write(f"{error}; trying again in {ROOM_PAUSE_S:g} s\n")
+        words = f"{error}; trying again every {ROOM_PAUSE_S:g} s"
+        # once, as a limit may be reached for days
+        if words != self.waits_for_room:
+            sys.stderr.write(f"{words}\n")
+        self.waits_for_room = words
         time.sleep(ROOM_PAUSE_S)
         return self.executor.most_together(wanted)
 
