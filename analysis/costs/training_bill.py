@@ -83,8 +83,8 @@ class TrainingBill(NamedTuple):
     cost: Compared
     currency: str
     source: Source
-    # number of runs of the training's jobs, restarts included
-    runs: int
+    # number of job starts in the part `STARTS`
+    starts: int
     # runs that were killed without a note; their time is missing in all numbers here
     unknown_runs: int
     # actual
@@ -140,7 +140,7 @@ def training_bill(
         cost=Compared(promised.cost, promised.interval_90.get("cost"), used.node_seconds * price),
         currency=promised.currency,
         source=used.source,
-        runs=used.runs,
+        starts=repeating + 1,
         unknown_runs=used.unknown_runs,
         node_seconds=used.node_seconds,
     )
@@ -150,7 +150,6 @@ class _Used(NamedTuple):
     seconds: float
     node_seconds: float
     source: Source
-    runs: int
     unknown_runs: int = 0
 
 
@@ -161,7 +160,7 @@ def _used(result: TrainResult, events: Sequence[Event], accounts: Sequence[JobAc
     done_s = result.train_time_s + result.starts_s + evaluation_s + result.saving_s
     if seconds > 0.0 and seconds >= LEAST_SHARE * done_s:
         node_seconds = sum(account.node_seconds for account in accounts)
-        return _Used(seconds, node_seconds, Source.ACCOUNTING, len(accounts))
+        return _Used(seconds, node_seconds, Source.ACCOUNTING)
     use = actual_use(events, result)
     work_s = use.node_seconds / result.nodes
     without_start = use.without_start / use.runs
@@ -174,7 +173,7 @@ def _used(result: TrainResult, events: Sequence[Event], accounts: Sequence[JobAc
     if noted_s is not None:
         end_s = min(end_s, noted_s)
     seconds = work_s + end_s + without_start * result.starts_s
-    return _Used(seconds, seconds * result.nodes, Source.NOTES, use.runs, use.unknown_runs)
+    return _Used(seconds, seconds * result.nodes, Source.NOTES, use.unknown_runs)
 
 
 def _failed_s(result: TrainResult, history: RunHistory, accounts: Sequence[JobAccount]) -> float:

@@ -199,21 +199,26 @@ def _predicted(promised: Sequence[str]) -> str:
 def _off(bill: TrainingBill, part: TimePart) -> str:
     seconds = bill.parts[part]
     took = f"{PART_NAMES.get(part, str(part))} {format_duration(seconds.actual)}"
-    if part is TimePart.STARTS and bill.runs > 1:
-        took += f" in {bill.runs} starts"
+    took += _in_starts(bill, part, " ")
     if seconds.expected == 0.0:
         return f"{took} (none predicted)"
     return f"{took} (predicted {_promised_times(seconds)[0]})"
 
 
+def _in_starts(bill: TrainingBill, part: TimePart, before: str) -> str:
+    """Say that a time is that of several starts, since the plan may have predicted fewer."""
+    is_several = part is TimePart.STARTS and bill.starts > 1
+    return f"{before}in {bill.starts} starts" if is_several else ""
+
+
 def bill_table(bill: TrainingBill) -> TextTable:
     """Return whole, parts and cost, each with its verdict; a cell's second line is its interval."""
-    times = {"whole training": bill.whole}
-    times |= {PART_NAMES.get(part, str(part)): seconds for part, seconds in bill.parts.items()}
-    rows = [
-        _row(name, seconds, _promised_times(seconds), format_duration(seconds.actual))
-        for name, seconds in times.items()
-    ]
+    whole = bill.whole
+    rows = [_row("whole training", whole, _promised_times(whole), format_duration(whole.actual))]
+    for part, seconds in bill.parts.items():
+        name = PART_NAMES.get(part, str(part))
+        actual = format_duration(seconds.actual) + _in_starts(bill, part, "\n")
+        rows.append(_row(name, seconds, _promised_times(seconds), actual))
     paid = format_money(bill.cost.actual, bill.currency)
     rows.append(_row("cost", bill.cost, promised_amounts(bill.cost, bill.currency), paid))
     return TextTable(COLUMNS, rows)

@@ -1284,7 +1284,7 @@ def test_the_predicted_cost_has_the_same_digits_wherever_it_is_shown(tmp_path: P
     predicted = promised_amounts(cost, "USD")[0]
     assert predicted != format_money(cost.expected), "its interval allows fewer digits"
     whole = Compared(8.0, None, 8.0)
-    bill = TrainingBill(whole, {}, cost, "USD", Source.NOTES, runs=1, unknown_runs=0, node_seconds=8.0)
+    bill = TrainingBill(whole, {}, cost, "USD", Source.NOTES, starts=1, unknown_runs=0, node_seconds=8.0)
     for text in (" ".join(bill_sentences(bill)), _cost(sweep, run.read_plan(), bill)):
         assert f"{predicted} was predicted" in text
 

@@ -66,7 +66,7 @@ def test_the_verdict_says_on_which_side_of_its_interval_a_value_lies(actual: flo
 
 def test_accounting_gives_the_whole_and_the_price_is_the_plans() -> None:
     bill = billed(140.0)
-    assert (bill.source, bill.runs) == (Source.ACCOUNTING, 1)
+    assert (bill.source, bill.starts) == (Source.ACCOUNTING, 1)
     assert bill.whole.actual == 140.0
     assert bill.cost.actual == pytest.approx(2.0 * 140.0 / sum(PARTS_S.values()))
     assert bill.whole.verdict is PromiseVerdict.WITHIN
@@ -85,12 +85,13 @@ def test_the_parts_add_up_to_the_whole() -> None:
 
 def test_after_interruptions_what_nobody_timed_was_repeated() -> None:
     bill = known(training_bill(promised(), result(restarts=1), [], accounted(60.0, 140.0)))
-    assert (bill.whole.actual, bill.runs) == (200.0, 2)
+    assert (bill.whole.actual, bill.starts) == (200.0, 2)
     assert bill.parts[TimePart.ENDS].actual is None
     assert bill.parts[TimePart.REPEATED].actual == pytest.approx(200.0 - 136.0 - 9.0 * END_SHARE)
     assert bill.parts_off()[0] is TimePart.REPEATED
     late = known(training_bill(promised(), result(restarts=1, starts_s=60.0), [], accounted(60.0, 140.0)))
     assert "start-up 1 min in 2 starts (predicted " in " ".join(bill_sentences(late))
+    assert ("start-up", "1 min\nin 2 starts") in [(row[0], row[2]) for row in bill_table(late).rows]
 
 
 def test_a_job_that_failed_before_is_no_end_of_the_one_that_finished() -> None:
@@ -100,6 +101,7 @@ def test_a_job_that_failed_before_is_no_end_of_the_one_that_finished() -> None:
     assert bill.parts[TimePart.FAILED].actual == 60.0
     assert bill.parts[TimePart.ENDS].actual == pytest.approx(140.0 - 136.0)
     assert "jobs that failed before 1 min (none predicted)" in " ".join(bill_sentences(bill))
+    assert bill.starts == 1, "a failed job's start belongs to the time that failed"
 
 
 @pytest.mark.parametrize(("samples", "failed_s"), [(0, 60.0), (640, None)])
@@ -150,7 +152,7 @@ def test_a_run_that_left_no_event_makes_none_of_the_others_a_failed_one() -> Non
 def test_without_accounting_the_notes_count() -> None:
     events = [event("preempted", 60.0), event("resumed", 200.0), event("finished", 327.0)]
     bill = known(training_bill(promised(), result(wall_time_s=317.0, restarts=1), events))
-    assert (bill.source, bill.runs) == (Source.NOTES, 2)
+    assert (bill.source, bill.starts) == (Source.NOTES, 2)
     # the runs from 10 to 60 and from 200 to 327, with their starts and ends
     assert bill.whole.actual == pytest.approx(50.0 + 127.0 + 9.0 * (1 + END_SHARE))
     assert bill.parts[TimePart.ENDS].actual is None
