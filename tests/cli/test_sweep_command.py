@@ -1212,9 +1212,13 @@ def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(
     run = make_run(tmp_path / "run", stage="plan")
     monkeypatch.setattr("tula_hpc.cli.pipeline._profile", lambda _: True)
     monkeypatch.setattr("tula_hpc.cli.pipeline.plan_stage", lambda sweep: sweep.run.read_plan())
+    notified: list[str] = []
+    monkeypatch.setattr("tula_hpc.cli.pipeline.notify", lambda *words: notified.append(words[2]))
     sweep = sweep_of(run)
     assert carry_out(sweep, "plan") == 0
     plan = run.read_plan()
+    # the reason of a plan begins with the name of its choice
+    assert notified == [f"planned: {plan.reason}"]
     chosen = plan.chosen
     *_, following = lines = capsys.readouterr().out.splitlines()
     planned, takes, learns = [line for line in lines if line.startswith("planned: ")]
@@ -1224,14 +1228,17 @@ def test_a_sweep_until_the_plan_ends_with_time_cost_and_the_next_command(
     assert "learning as much would take about 7 min " in learns
     write = command_line("plan", str(run.root), "--objective", "cost", "--write")
     assert [line for line in lines if line.startswith("cheapest: ") and line.endswith(f"; {write} chooses it")]
-    changed = {"chosen": chosen.model_copy(update={"measured": False, "nodes": 1, "wall_time_s": 1.0})}
+    small = {"measured": False, "nodes": 1, "wall_time_s": 1.0, "accumulation": 2}
+    changed = {"chosen": chosen.model_copy(update=small)}
     for note, at in (("began", 0.0), ("ended", 40.0)):
         append_record(
             run.profile / "a.notes", JobNote(note=note, time=at, job_id="17", began_at=0.0, allocated_nodes=2)
         )
     priceless = sweep._replace(cluster=load_cluster(run.cluster_file, ["pricing={}"]))
     _say_what_it_takes(priceless, plan.model_copy(update={**changed, "profile_share": 0.2}))
-    assert "more than this training (1)\n" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"planned: N=1 b={chosen.local_batch} (B={chosen.local_batch}) in 2 parts, 1 worker and ")
+    assert "more than this training (1)\n" in shown
     adaptive = load_sweep(run.sweep_file, ["search.mode=adaptive"], check_paths=False)
     priceless = priceless._replace(spec=adaptive)
     _say_what_it_takes(priceless, plan.model_copy(update={**changed, "profile_share": 0.2}))
@@ -1299,3 +1306,12 @@ def test_the_end_says_whether_fewer_epochs_are_fewer_steps(tmp_path: Path) -> No
     for steps, why in ((planned, f"in all of its {planned:,} planned steps"), (10, "after which the script ended")):
         shorter = result.model_copy(update={"epochs": 1, "steps": steps, "restarts": 0})
         assert f"trained 1 of {made.epochs} epochs, {why}, in " in _decision(made, shorter, None)
+
+
+def test_the_end_names_the_nodes_of_a_training_that_fell_back_to_more_of_them(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    made, result = run.read_plan(), known(run.train().read_result())
+    assert "trained with" not in _decision(made, result, None)
+    spread = result.model_copy(update={"nodes": 2 * result.nodes, "local_batch": result.local_batch // 2})
+    at = f"{spread.nodes} nodes and a batch of {spread.global_batch:,}"
+    assert f"; trained with {at}, which fits into memory; trained 20 epochs in " in _decision(made, spread, None)

@@ -124,7 +124,7 @@ def _run_stages(sweep: Sweep, last: int) -> int:
     before = _contents(sweep.run.plan_file)
     plan = plan_stage(sweep)
     if not sweep.run.has_trained():
-        notify(sweep, "stage_ended", f"planned: {plan.chosen.configuration}: {plan.reason}", "plan")
+        notify(sweep, "stage_ended", f"planned: {plan.reason}", "plan")
     is_new = _contents(sweep.run.plan_file) != before
     _say_plan(sweep, plan, is_new=is_new)
     ends_here = last == STAGES.index("plan")
@@ -226,8 +226,9 @@ def _decision(plan: Plan, result: TrainResult, bill: TrainingBill | None) -> str
         took_s = bill.whole.actual
     where = f" on {chosen.partition}" if chosen.partition else ""
     text = f"{plural(chosen.nodes, 'node')}{where} and a batch of {chosen.global_batch:,} samples"
-    if result.global_batch != chosen.global_batch:
-        text = f"{text}; trained with a batch of {result.global_batch:,}, which fits into memory"
+    if (result.nodes, result.global_batch) != (chosen.nodes, chosen.global_batch):
+        at = f"{plural(result.nodes, 'node')} and a batch of {result.global_batch:,}"
+        text = f"{text}; trained with {at}, which fits into memory"
     score = format_score(result.test_accuracy, result.test_loss)
     epochs = plural(result.epochs, "epoch")
     if result.epochs < plan.epochs:
@@ -352,9 +353,8 @@ def _say_plan(sweep: Sweep, plan: Plan, *, is_new: bool = True) -> None:
 
 def _say_what_it_takes(sweep: Sweep, plan: Plan) -> None:
     chosen = plan.chosen
-    where = f" on {chosen.partition}" if chosen.partition else ""
     print(
-        f"planned: {chosen.configuration}{where}, {plural(chosen.configuration.world_size, 'worker')} "
+        f"planned: {name_of(chosen)}, {plural(chosen.configuration.world_size, 'worker')} "
         f"and {plural(plan.epochs, 'epoch')} of {format_duration(chosen.epoch_time_s)}"
     )
     print(f"planned: {expectation(plan)}")
