@@ -10,7 +10,7 @@ import pytest
 from tests.run_factory import SWEEP_TOML, make_run
 from tests.study_factory import make_study
 from tula_hpc.analysis.figures.drawing import Drawing
-from tula_hpc.analysis.figures.run_curves import RunCurve, draw_run_curves
+from tula_hpc.analysis.figures.run_curves import RunCurve, draw_run_curves, falling
 from tula_hpc.analysis.report.__main__ import main
 from tula_hpc.analysis.report.several.runs_page import read_runs, runs_table
 from tula_hpc.errors import InputError
@@ -63,6 +63,12 @@ def test_the_title_compares_the_epochs_as_the_numbers_do() -> None:
     assert many.title.endswith("run 3 130 ms and 5 more")
     # the fastest that was measured need not be the fastest that is predicted
     assert "on the fastest number that was measured, which may be another." in many.caption
+
+
+def test_batches_of_another_number_of_nodes_make_no_zigzag_of_the_least_times() -> None:
+    # 384 is a batch of 3 nodes alone, 256 and 512 are batches of 4
+    assert falling({512: 10.0, 256: 15.0, 384: 17.0, 1024: 10.0}) == [(256, 15.0), (512, 10.0), (1024, 10.0)]
+    assert falling({}) == []
 
 
 def test_the_table_has_a_column_for_each_run_and_no_empty_row(runs: list[RunDirectory]) -> None:
