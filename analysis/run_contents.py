@@ -209,6 +209,8 @@ class RunContents(NamedTuple):
     accounts: Sequence[JobAccount] = ()
     # Unix time of this reading if a command is at work in the run, else 0
     seen_at: float = 0.0
+    # Unix time at which the plan was written; 0: no plan
+    plan_at: float = 0.0
 
     @property
     def cluster_sizes(self) -> list[int]:
@@ -307,6 +309,7 @@ def read_run(run: RunDirectory) -> RunContents:
         notes=notes,
         accounts=accounts,
         seen_at=unix_time() if holder_of(run.root / ".lock").alive else 0.0,
+        plan_at=run.plan_file.stat().st_mtime if run.plan_file.exists() else 0.0,
     )
 
 

@@ -369,7 +369,7 @@ def _of_open_trainings(run: RunContents, labels: Iterable[str]) -> str:
 
 def _next_steps(run: RunContents) -> list[str]:
     remedies = {doubt.remedy for doubt in doubts(run)}
-    failed = RunHistory(run.events).stage_failure()
+    failed = RunHistory(run.events).stage_failure(run.plan_at)
     if failed is not None:
         why = as_sentence(first_line(failed.detail))
         return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -208,6 +209,11 @@ def test_a_run_whose_last_command_failed_is_to_be_fixed_first(tmp_path: Path) ->
     (text,) = first_page(read_run(run)).sections[-1].sentences
     assert text.startswith("Fix what ended the last command, then run: tula sweep RUN/sweep.toml")
     assert "Bug in job 7. tula status RUN names the log." in text
+    # as `tula plan --write` does, with a deadline that a candidate can meet
+    later = run.events()[-1].time + 1.0
+    os.utime(run.plan_file, (later, later))
+    (text,) = first_page(read_run(run)).sections[-1].sentences
+    assert text.startswith("To train it, without measuring again: ")
 
 
 def test_a_training_that_failed_is_not_waited_for(tmp_path: Path) -> None:

@@ -680,13 +680,14 @@ class RunHistory:
         last = _last_of(self._of_stage(CONTROL), "detached", "ended")
         return last is not None and DetachedData.of(last).taken_over
 
-    def stage_failure(self) -> Event | None:
+    def stage_failure(self, plan_at: float = 0.0) -> Event | None:
         """Return a stage's failure, not that of one of its jobs, if it is the last event.
 
-        Its `detail` is a sentence, which begins with the stage if a job could not be submitted.
+        Its `detail` is a sentence, which begins with the stage if a job could not be submitted. It
+        no longer counts if `tula plan --write` has made the plan since, at Unix time `plan_at`.
         """
         last = self.events[-1] if self.events else None
-        if last is None or last.event != "failed" or last.job_id:
+        if last is None or last.event != "failed" or last.job_id or last.time < plan_at:
             return None
         return last
 

@@ -31,7 +31,6 @@ from tula_hpc.status.verdict import (
     ALIVE,
     Parts,
     at_work_since,
-    failed_stage,
     failure_words,
     is_at_work,
     readable,
@@ -199,7 +198,7 @@ def _profile_stand(facts: Facts, all_jobs: Sequence[JobStatus], good: bool, bad:
 
 
 def _went_on(facts: Facts) -> bool:
-    failed = failed_stage(facts)
+    failed = facts.history.stage_failure(facts.plan_at)
     return facts.history.reached("train") or (failed is not None and failed.stage == "plan")
 
 

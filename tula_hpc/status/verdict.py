@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from tula_hpc.failure_kinds import Failure
 from tula_hpc.formatting import command_line, first_line, plural
-from tula_hpc.records import Event
 from tula_hpc.stages.plan import why_no_model
 from tula_hpc.status.jobs import Answer, JobPhase, JobStatus, in_phase, of_stage, work_in
 from tula_hpc.status.run_files import Facts
@@ -74,15 +73,6 @@ def at_work_since(facts: Facts, jobs: Sequence[JobStatus]) -> float:
 
 def _is_controlled(jobs: Sequence[JobStatus]) -> bool:
     return any(job.stage == "control" and job.phase in ALIVE for job in jobs)
-
-
-def failed_stage(facts: Facts) -> Event | None:
-    """Return the failure to plan or submit that ended the last command, if there was one."""
-    failure = facts.history.stage_failure()
-    # a later plan was made by `tula plan --write`, so that the failure no longer counts
-    if failure is not None and facts.plan_at <= failure.time:
-        return failure
-    return None
 
 
 def failure_words(job: JobStatus, unknown: str = "ended") -> str:
@@ -210,7 +200,7 @@ def _full(parts: Parts) -> StateAndText | None:
 
 def _stage_failed(parts: Parts) -> StateAndText | None:
     """Report the failure of a stage as a whole, whose jobs neither run nor wait by then."""
-    event = failed_stage(parts.facts)
+    event = parts.facts.history.stage_failure(parts.facts.plan_at)
     if event is None or not event.detail.strip() or parts.is_unknown:
         return None
     why = first_line(event.detail).rstrip(".")
