@@ -291,9 +291,9 @@ def _what_if(rows: Sequence[WhatIf]) -> str:
 def _refuse_trained(run: RunDirectory) -> None:
     if run.has_trained():
         message = (
-            "the training of this run follows this plan, so that it is not replaced: leave out "
-            "--write to see the other plan; to train with that on the same measurements, first "
-            f"move {run.root / 'train'} away, which holds its results"
+            "the training of this run follows this plan, which is therefore kept; leave out --write "
+            "to see the other plan; to train by that, first move away "
+            f"{run.root / 'train'}, which holds the training"
         )
         raise InputError(message, source=run.plan_file)
 

@@ -58,18 +58,17 @@ CONTRADICTS_FROM = 1.5
 MOST_TRAINED = 0.99
 SHORT_OF_MEMORY = (
     "ran only because torch's allocator freed its cache and tried again, which is slow and may "
-    "fail in training, so local batches from this size on are not planned; if "
-    'PYTORCH_CUDA_ALLOC_CONF = "expandable_segments:True" is not in [environment] yet, larger ones '
-    "may fit in a new sweep with it"
+    "fail in training; local batches from this size on are not planned, but may fit in a new sweep "
+    'with PYTORCH_CUDA_ALLOC_CONF = "expandable_segments:True" in [environment]'
 )
 ONE_ITERATOR = (
-    "after an interruption the script may continue with other samples than without it: it uses one "
-    "iterator over its loader for all epochs, and a restart begins this iterator anew; give "
-    "tula.batches a DataLoader that is iterated from its beginning in each epoch"
+    "after an interruption the script may continue with other samples: it uses one iterator over "
+    "its loader for all epochs, which a restart begins anew; give tula.batches a DataLoader that is "
+    "iterated from its beginning in each epoch"
 )
 SCALED_NOTHING = (
-    "no gradient was scaled: every factor stayed 1, either because the training was too short for "
-    "a first estimate, as it may be on a single worker, or because the gate let no step use one"
+    "no gradient was scaled: the training was too short for a first estimate, as it may be on a "
+    "single worker, or the gate let no step use one"
 )
 
 

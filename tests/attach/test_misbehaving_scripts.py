@@ -84,7 +84,7 @@ def misbehave(how: str, folder: Path, world: int = 1, step_s: float = 60.0, scri
         ("halves its batch", Failure.DEVICE_OOM, "goes on otherwise: asked for 4 samples a forward pass, Linear got 2"),
         ("accumulates", Failure.BAD_INPUT, "takes 2 forward passes for an optimizer step, not 1; set workload.accum"),
         ("accumulates more", Failure.BAD_INPUT, "takes more and more forward passes for a step, 1 at first and then"),
-        ("feeds a critic", Failure.BAD_INPUT, 'those that count, set workload.counted_model = "Linear"'),
+        ("feeds a critic", Failure.BAD_INPUT, 'its steps should count: set workload.counted_model = "Linear"'),
         ("takes many passes", Failure.BAD_INPUT, "takes 32 forward passes for an optimizer step, not 1; set workload."),
         ("takes five passes", Failure.BAD_INPUT, "5 forward passes for an optimizer step, not 1; only powers of 2 can"),
         (

@@ -1146,7 +1146,7 @@ def test_dry_run_of_a_run_that_was_begun_says_what_is_left(
         return capsys.readouterr().out
 
     measured = dry_run()
-    assert "first it waits for the jobs of earlier commands: profile job 17\n" in measured
+    assert "first the command waits for the jobs of earlier commands: profile job 17\n" in measured
     assert "21 candidates, and nothing is left to profile\n" in measured
     assert "if 4 nodes are chosen" in measured
     make_run(tmp_path / "planned", stage="plan").plan_file.rename(run.plan_file)

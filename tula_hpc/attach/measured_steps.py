@@ -396,8 +396,8 @@ class MeasuredSteps(Mode):
         if world > 1 and not getattr(model, "require_backward_grad_sync", True):
             raise InputError(
                 f"{name} takes its steps within no_sync, so that its workers exchange no gradients; "
-                "ways to train that average weights instead, as accelerate's LocalSGD, are not "
-                "measured or planned"
+                "take the last backward pass of each step outside of it (training that averages "
+                "weights instead, as accelerate's LocalSGD, cannot be planned)"
             )
         if world > 1 and dist.get_world_size() != world:
             raise InputError(

@@ -156,8 +156,8 @@ class ScriptProfile(MeasuredSteps):
         elif steps == 0:
             when = " before its first optimizer step"
             remedy = (
-                "expected optimizer.step() of one of torch.optim after each batch, not in a "
-                "process that it starts, and no file of an earlier training from which it goes on"
+                "expected optimizer.step() of one of torch.optim after each batch, in the script's "
+                "own process; if it goes on from a file of an earlier training, move that away"
             )
         else:
             shorter["identity"] = self._identity().model_dump(mode="json")
@@ -271,8 +271,8 @@ class ScriptProfile(MeasuredSteps):
         if other and batches > passes:
             raise InputError(
                 f"{name} takes {batches} batches of its loader for a step of "
-                f"{self._model_name()}, which gets {passes}: if {other} is trained on each of "
-                f"them, so that its steps are those that count, {to_count}"
+                f"{self._model_name()}, which gets {passes}; if {other} is trained on each of "
+                f"them, its steps should count: {to_count}"
             )
         if asked is None:
             self.configuration = self.configuration._replace(local_batch=max(1, batch) * passes)

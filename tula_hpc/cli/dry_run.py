@@ -147,7 +147,7 @@ def _on_their_way(sweep: Sweep) -> Iterator[str]:
     jobs = [job.job_id for job in sweep.run.history().unsettled(stage)]
     if jobs:
         more = f" and {len(jobs) - 1} more" if len(jobs) > 1 else ""
-        yield f"first it waits for the jobs of earlier commands: {stage} job {jobs[0]}{more}"
+        yield f"first the command waits for the jobs of earlier commands: {stage} job {jobs[0]}{more}"
 
 
 def _chosen(sweep: Sweep) -> Candidate | None:

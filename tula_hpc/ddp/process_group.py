@@ -79,7 +79,8 @@ def check_interfaces() -> None:
     for wanted in filter(None, socket_interface("gloo").split(",")):
         if wanted not in present:
             raise InputError(
-                f"{socket.gethostname()} has no network interface {wanted}, only {', '.join(present)}",
+                f"{socket.gethostname()} has no network interface {wanted}; expected one of: "
+                f"{', '.join(present)}",
                 key="environment.GLOO_SOCKET_IFNAME",
             )
 

@@ -420,7 +420,7 @@ def _receive(connection: socket.socket, count: int) -> bytes:
     while len(received) < count:
         piece = connection.recv(count - len(received))
         if not piece or time.monotonic() > ends:
-            raise ConnectionError("the other side does not say what it should")
+            raise ConnectionError("the other side closed the connection, or was too slow")
         received += piece
     return received
 

@@ -18,9 +18,8 @@ from tula_hpc.records import Configuration, Plan
 
 MARKS = (
     " One marker per profiled configuration, from the smallest batch (left) to the largest within "
-    "each number of nodes; the bar is their median and, around four or more, a box holds the "
-    "middle half. The model was fitted to the filled markers, so that their errors are those of "
-    "the fit and not of predictions."
+    "each number of nodes. The bar is their median; around four or more, a box holds the middle "
+    "half. The model was fitted to the filled markers, whose errors are not those of predictions."
 )
 
 

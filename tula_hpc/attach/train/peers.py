@@ -51,8 +51,8 @@ class ScriptPeers:
         is_joined = dist.is_available() and dist.is_initialized()
         if not is_joined and started > 1:
             raise InputError(
-                f"the script runs in {started} processes and has not called "
-                "torch.distributed.init_process_group"
+                f"the script runs in {started} processes; expected it to call "
+                "torch.distributed.init_process_group before it trains"
             )
         self.rank = dist.get_rank() if is_joined else 0
         self.count = dist.get_world_size() if is_joined else 1

@@ -264,10 +264,9 @@ def require_averaged(method: str, model: nn.Module, optimizer: Optimizer) -> Non
     outside = parameters_of(optimizer).difference(model.parameters())
     if any(parameter.grad is not None for parameter in outside):
         raise InputError(
-            f'"{method}" takes the norms of gradients where DistributedDataParallel averages them, '
-            f"and {type(optimizer).__name__} also trains parameters that are not in "
-            f"{name_of(model)}; expected one wrapped model with all of them, or "
-            '"lbt", or "lrs" or "sqrt" with {lr_scale}',
+            f'"{method}" sees only the gradients of {name_of(model)}, and '
+            f"{type(optimizer).__name__} also trains other parameters; expected one wrapped model "
+            'with all of them, or "lbt", or "lrs" or "sqrt" with {lr_scale}',
             key="training.method",
         )
 
