@@ -345,10 +345,10 @@ def slurm_conf() -> str:
 def outside_of_job(given: Collection[str] = ()) -> Iterator[None]:
     """Hide the Slurm job that this process is in, if any, from the jobs that it submits meanwhile.
 
-    sbatch exports its environment, and srun in the new job would take the old job's memory or CPUs
+    sbatch exports its environment. So srun in the new job would take the old job's memory or CPUs
     for its own, or hide the workers' variables, as SRUN_EXPORT_ENV may say. If an SBATCH_* variable
-    contradicts the script, sbatch follows the variable, so only the user's account, partition and
-    the like stay, unless they are among the options that the script sets (`given`).
+    contradicts the script, sbatch follows the variable. So only the user's account, partition and
+    the like stay, and only where the script does not set them (`given`).
     """
     wanted = {f"SBATCH_{name.upper()}" for name in USERS_DEFAULTS if name not in given}
     kept = {"SLURM_CONF", "SLURM_CLUSTERS", *wanted}

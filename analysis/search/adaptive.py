@@ -13,12 +13,12 @@ w_i is the share of predictions drawn from that uncertainty in which candidate i
 decision, plus a little for all. The decision is the plan's own: candidates that memory, the largest
 batch, deadline and budget rule out in every draw weigh nothing and are not measured.
 
-The search ends when the draws agree on the decision, the step times of the choice and of most
-candidates are known well enough, and the configuration that the plan would choose was measured
-itself. If that measurement contradicts its prediction, the refitted model decides again; the last
-of the `max_profiles` configurations are reserved for this. Then the choice's rival in time or cost
-is measured, the best candidate on another number of nodes: a law knows least how a step grows with
-the nodes. A choice stays unmeasured only if its profile would cost too much of the training (see
+The search ends when three things hold: the draws agree on the decision, the step times of the
+choice and of most candidates are known well enough, and the plan's choice was measured itself. If
+that measurement contradicts its prediction, the refitted model decides again; the last of the
+`max_profiles` configurations are reserved for this. Then the choice's rival in time or cost is
+measured, the best candidate on another number of nodes: a law knows least how a step grows with the
+nodes. A choice stays unmeasured only if its profile would cost too much of the training (see
 `confirmation`) or cannot run, or if the last profile moved it.
 """
 

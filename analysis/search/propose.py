@@ -44,11 +44,11 @@ def propose(
 
     Mode "full" wants every candidate, "partial" the smallest and the largest local batch on the
     fewest and on the most nodes; for "adaptive" see `adaptive`. Memory does not depend on the
-    number of nodes, so a local batch that ran out of memory, or surely would, rules out itself and
-    all larger ones everywhere, and corners move to the next smaller one. A configuration that
-    failed for another reason is proposed once more, then given up. Before any measurement, only
-    batches up to `trusted_batch` are proposed, which fit by an estimate; None: any. `model` is the
-    step-time model of these measurements, if a plan has fitted it already.
+    number of nodes. So a local batch that ran out of memory, or surely would, rules out itself and
+    all larger ones everywhere. Corners move to the next smaller one. A configuration that failed
+    for another reason is proposed once more, then given up. Before any measurement, only batches up
+    to `trusted_batch` are proposed, which fit by an estimate; None: any. `model` is the step-time
+    model of these measurements, if a plan has fitted it already.
     """
     search = sweep.search
     fitting = believed_to_fit(sweep, cluster, measurements)

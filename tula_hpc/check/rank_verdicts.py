@@ -351,8 +351,8 @@ def slow_ranks(times: Mapping[int, Sequence[float]]) -> set[int]:
     """Return the ranks that are slow compared to the others, by repeated timings of the same work.
 
     Three quarters of a slow rank's blocks of repeats take longer than `SLOW` times the median of
-    all ranks, so that neither a few disturbed repeats nor a few slow ranks decide. Slow ranks are
-    found only if at least half of the ranks are fast.
+    all ranks. So neither a few disturbed repeats nor a few slow ranks decide. Slow ranks are found
+    only if at least half of the ranks are fast.
     """
     if len(times) < 2:
         return set()

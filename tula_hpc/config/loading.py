@@ -204,7 +204,7 @@ def load_sweep(path: Path, overrides: Sequence[str] = (), *, check_paths: bool =
     """Read and check a sweep file, with overrides `section.key=value` in TOML or bare words.
 
     With `check_paths=False` the data folder and the modules of a user's own functions need not
-    exist here, so that logs copied from another machine can be planned from and reported on.
+    exist here: logs may come from another machine.
 
     Raises:
         InputError: One line per mistake: file, key, expected value.

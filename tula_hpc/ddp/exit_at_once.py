@@ -1,9 +1,9 @@
 """End a failed worker at once, without waiting for destructors and threads.
 
 At the interpreter's end NCCL's destructors wait for peers that may not come, for up to the time
-limit of a collective, and Python waits for every thread that is not a daemon. Meanwhile the process
-is alive, so neither `srun -K1` nor its peers notice the failure. The record and the traceback,
-which must be kept, are on disk by then.
+limit of a collective. Python waits for every thread that is not a daemon. Meanwhile the process is
+alive, so neither `srun -K1` nor its peers notice the failure. The record and the traceback, which
+must be kept, are on disk by then.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
     python -m tula_hpc.tracking RUN LABEL TRACKER...
 
-Rank 0 of a training's job starts the follower as a process of its own (`following`), so that no
-tracker takes time or memory from a step, or can end a training. Neither the built-in training nor
-scripts know of it: all write the same metrics.jsonl. It ends when it is asked to, or when the
-process that started it is gone, after it has passed on the last line. How far each tracker has come
-is in trackers.json: a requeued training goes on in the same run of the tracker, and the steps that
-it repeats are left out.
+Rank 0 of a training's job starts the follower as a process of its own (`following`). So no tracker
+takes time or memory from a step, or can end a training. Neither the built-in training nor scripts
+know of it: all write the same metrics.jsonl. It ends when it is asked to, or when the process that
+started it is gone, after it has passed on the last line. How far each tracker has come is in
+trackers.json: a requeued training goes on in the same run of the tracker, and the steps that it
+repeats are left out.
 """
 
 from __future__ import annotations

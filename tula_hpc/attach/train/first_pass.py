@@ -1,8 +1,8 @@
 """Have the model of a resumed script take its first pass twice.
 
 DDP regroups its gradient buckets after the first backward pass, which changes the order of
-additions. A resumed script therefore passes its first batch an extra time beforehand and throws the
-gradients away, so that it adds in the same order as an uninterrupted script.
+additions. A resumed script therefore passes its first batch an extra time beforehand, and throws
+the gradients away. So it adds in the same order as an uninterrupted script.
 """
 
 from __future__ import annotations

@@ -305,8 +305,8 @@ class LoaderHistory:
     Persistent processes of a loader start once in a training, which draws a random number. In a
     resumed training they start again, but must draw none. And accelerate's loaders, the Trainer's
     among them, load a batch before the step on the batch before it. If the script's process loads
-    by itself, a resumed training loads that batch with the random numbers of its first loading,
-    and goes on with those of the moment at which the checkpoint was saved.
+    by itself, a resumed training loads that batch with the random numbers of its first loading. It
+    goes on with those of the moment at which the checkpoint was saved.
     """
 
     def __init__(self) -> None:
