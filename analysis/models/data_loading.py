@@ -35,13 +35,15 @@ def loader_decides(times: StepTimes) -> bool:
 
 
 def wait_per_sample_s(profiles: Sequence[Profile]) -> float:
-    """Return the least wait for data, seconds per sample of a worker, on the fewest workers."""
-    fewest = min(profile.configuration.world_size for profile in profiles)
-    return min(
-        profile.times.data_time_s / profile.configuration.local_batch
-        for profile in profiles
-        if profile.configuration.world_size == fewest
+    """Return the wait for data, seconds per sample of a worker, without any shared storage.
+
+    It is that of the largest batch on the fewest workers: the fixed cost of a step gives a loader
+    time to keep up with smaller ones.
+    """
+    alone = min(
+        profiles, key=lambda each: (each.configuration.world_size, -each.configuration.local_batch)
     )
+    return alone.times.data_time_s / alone.configuration.local_batch
 
 
 def held_up_by_storage(profiles: Sequence[Profile]) -> list[Profile]:

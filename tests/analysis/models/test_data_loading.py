@@ -132,6 +132,27 @@ def test_waiting_that_comes_with_the_nodes_is_for_the_file_system() -> None:
     assert not [w for w in plan.warnings if "the file system" in w]
 
 
+def test_a_slow_loader_with_which_small_batches_keep_up_is_not_called_the_file_system() -> None:
+    """On one node b=64 hides its loading behind the fixed cost of a step, larger batches do not."""
+
+    def row(nodes: int, batch: int) -> Measurement:
+        computed_s = 0.02 + 0.001 * batch
+        step_s = max(computed_s + 0.005 * (nodes > 1), 0.0013 * batch)
+        parts = {"compute_time_s": computed_s, "optimizer_time_s": 0.0, "allreduce_time_s": 0.005}
+        data_s = step_s - computed_s - 0.005 * (nodes > 1)
+        return ok(nodes, batch, times=times(nodes, batch, step_time_s=step_s, data_time_s=data_s, **parts))
+
+    rows = [row(1, 64), row(1, 1024), row(2, 64), row(2, 512), row(4, 256), row(4, 512)]
+    assert rows[0].times is not None
+    assert rows[0].times.data_time_s == 0.0
+    assert held_up_by_storage(summarize(rows).profiles) == []
+    plan = make_plan(sweep(workload={"epochs": 5, "data_dir": "/data"}), cluster(), rows)
+    assert [w for w in plan.warnings if "the data loader holds steps up" in w]
+    parameters = plan.models["step_time"]["parameters"]
+    assert "storage_s" not in parameters
+    assert parameters["compute_per_sample_s"] == pytest.approx(0.0013, rel=0.1)
+
+
 def test_one_configuration_that_was_disturbed_is_not_for_the_file_system() -> None:
     """N=2 b=128 once waited for 37 % of a step, and N=2 b=256 for 8 %, though the data were in memory."""
 
