@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import tula_hpc.attach as tula
 from tests.attach.script_runs import BATCH, QUICK, SCRIPTS, measurement_of, profiled
@@ -197,22 +196,39 @@ def test_an_error_at_a_scripts_end_is_reported_as_one_within_it() -> None:
         _run(mode)
 
 
-def test_no_killed_loader_interrupts_the_exit_functions_of_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch raises in the main thread when a process of a loader is killed, unless its signal is no longer heeded."""
-    before = signal.getsignal(signal.SIGCHLD)
-    message = ProcessMessage(state="done", result={})
-    spec = SimpleNamespace(program=SimpleNamespace(run=lambda home: None), home=ROOT, mode="train")
-    mode: Any = SimpleNamespace(spec=spec, ended=lambda code: message, say=lambda message: None)
-    loader: Any = iter(DataLoader(TensorDataset(torch.zeros(4)), num_workers=1))
-    # other tests may have daemons, too
-    monkeypatch.setattr("tula_hpc.attach.reporting.active_children", lambda: loader._workers)
-    try:
-        assert _run(mode) == 0
-        # returns when the process has ended, and leaves its end to be seen by others
-        os.waitid(os.P_PID, loader._workers[0].pid, os.WEXITED | os.WNOWAIT)
-        loader._workers[0].join()
-    finally:
-        signal.signal(signal.SIGCHLD, before)
+def test_a_scripts_exit_functions_still_have_its_processes_which_then_are_killed(tmp_path: Path) -> None:
+    """Torch would raise in the main thread when a process of a loader is killed."""
+    script = tmp_path / "leaves.py"
+    script.write_text("""
+import atexit, multiprocessing, signal, sys, time
+from torch import zeros
+from torch.utils.data import DataLoader, TensorDataset
+
+def write(queue):
+    # as a script's own processes inherit its handlers
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print(queue.get())
+    sys.stdout.flush()
+    time.sleep(600)
+
+def end():
+    queue.put("written at the end")
+    time.sleep(1)
+
+queue = multiprocessing.Queue()
+multiprocessing.Process(target=write, args=(queue,), daemon=True).start()
+loader = iter(DataLoader(TensorDataset(zeros(4)), num_workers=1))
+atexit.register(end)
+""")
+    code = f"""
+from types import SimpleNamespace
+from tula_hpc.attach import child, script
+program = script.Script(script.Path({str(script)!r}), None, ())
+mode = SimpleNamespace(spec=SimpleNamespace(program=program, home=None, mode="train"), ended=lambda _: 0, say=id)
+raise SystemExit(child._run(mode))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "written at the end\n", "")
 
 
 PECULIAR = ["catches", "handles TERM", "has a thread", "prints", "has two optimizers"]

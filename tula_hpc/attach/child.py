@@ -8,6 +8,7 @@ mode (`reporting.Mode`) acts at each step, and judges the script's end.
 
 from __future__ import annotations
 
+import atexit
 import signal
 import sys
 import traceback
@@ -48,6 +49,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(mode: Mode) -> int:
+    # after the script's own exit functions, and before Python waits for daemon processes
+    atexit.register(_end_daemons)
     try:
         code = _run_script(mode)
         message = mode.ended(code)
@@ -56,10 +59,13 @@ def _run(mode: Mode) -> int:
     mode.say(message)
     if mode.spec.mode != "train":
         leave(0 if message.state == "done" else 1)
-    # torch raises wherever the main thread is, as in an exit function, once its loader is killed
+    return code
+
+
+def _end_daemons() -> None:
+    # torch raises wherever the main thread is once its loader is killed
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     kill_daemons()
-    return code
 
 
 def _run_script(mode: Mode) -> int:
