@@ -86,10 +86,11 @@ class ScriptJob:
         start = Start(**begins["start"])
         self.compared_with = begins["drift"]
         peers = WorkerPeers(self.allocation.store, meeting.run_id)
-        mine = self._watch(start, meeting, peers)
-        peers.announce(self._judged(mine, peers))
+        mine = self._judged(self._watch(start, meeting, peers), peers)
+        peers.announce(mine)
         if mine.is_done and mine.message.result["end"] == "stopped":
-            # all processes leave after the same step, but in a further training each by itself
+            # all processes leave after the same step, but in a further training, or by handlers of
+            # the script's own, each by itself
             peers.end_others(self.place.rank, self.place.world_size)
         self.allocation.broadcast(str)
         outcomes = peers.outcomes(self.place.world_size)
