@@ -224,6 +224,27 @@ def test_a_method_that_scales_goes_on_with_its_averages(tmp_path: Path, accumula
     assert assert_scales_go_on(whole, cut, stop=3, accumulation=accumulation) > 3
 
 
+def test_a_start_after_the_last_epoch_gives_a_sign_before_any_step(tmp_path: Path) -> None:
+    """Its worker would give it up otherwise, as long work may follow, such as an evaluation."""
+    script = tmp_path / "evaluates.py"
+    script.write_text("""
+from pathlib import Path
+import torch
+import tula_hpc.attach as tula
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+tula.keep(model=model, optimizer=optimizer)
+for _ in tula.epochs(1):
+    for inputs in tula.batches(torch.randn(2, 8, 2)):
+        model(inputs).sum().backward()
+        optimizer.step()
+Path("../0.json").read_text()
+""")
+    scenario = Scenario(tmp_path / "run", 1, (), script=script)
+    assert scenario.start() == [EXITED]
+    assert scenario.start() == [EXITED]
+
+
 def test_a_script_that_was_changed_since_its_checkpoint_is_refused_with_what_does_not_fit(tmp_path: Path) -> None:
     scenario = Scenario(tmp_path / "run", 1, ())
     assert scenario.start(2) == [STOPPED]

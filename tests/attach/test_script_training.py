@@ -404,25 +404,34 @@ def test_a_word_for_the_newest_checkpoint_resumes_no_script_that_has_saved_nothi
     assert saved_at is not None
 
 
+@pytest.mark.parametrize("how", ["trains further", "trains further, is kept", "handles TERM"])
 def test_a_worker_that_does_not_notice_that_another_has_stopped_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each obeys a stop by itself in a further training, for which another may wait, as in a collective of NCCL's."""
+    """Each obeys a stop by itself there, and another may wait for it, as in a collective of NCCL's."""
     monkeypatch.setattr(processes, "STOP_GRACE_S", 1.0)
     script = tmp_path / "probes.py"
     script.write_text("""
-import sys, time, torch
+import signal, sys, time, torch
 from pathlib import Path
+import tula_hpc.attach as tula
 torch.distributed.init_process_group("gloo")
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
-for _ in range(4):
-    model(torch.randn(int(sys.argv[1]), 2)).sum().backward()
-    optimizer.step()
+epochs, batches = range, iter
+if "is kept" in sys.argv[2]:
+    tula.keep(model=model, optimizer=optimizer)
+    epochs, batches = tula.epochs, tula.batches
+for _ in epochs(1):
+    for _ in batches(range(4)):
+        model(torch.randn(int(sys.argv[1]), 2)).sum().backward()
+        optimizer.step()
 rank, begun = torch.distributed.get_rank(), Path("begun")
 torch.distributed.barrier()
 if begun.exists():
     sys.exit()
+if sys.argv[2] == "handles TERM":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if rank else lambda *_: sys.exit())
 torch.distributed.barrier()
 begun.touch()
 if rank:
@@ -435,9 +444,19 @@ while True:
     optimizer.step()
     time.sleep(0.001)
 """)
-    workload = {"script": script, "arguments": ["{local_batch}"], "samples": 64, "epochs": 1}
-    run, ended = train(tmp_path / "run", workload, at_step(4, signal.SIGTERM))
-    assert (result_of(run, ended).steps, len(details(run, "preempted"))) == (4, 1)
+    # the handler ends a script that has more to do
+    epochs = 2 if how == "handles TERM" else 1
+    workload = {"script": script, "arguments": ["{local_batch}", how], "samples": 64, "epochs": epochs}
+
+    def strike(run: RunDirectory, shell: int) -> None:
+        while not (run.train().root / "script" / "work" / "begun").exists():
+            time.sleep(0.02)
+        at_step(4, signal.SIGTERM)(run, shell)
+
+    run, ended = train(tmp_path / "run", workload, strike)
+    assert result_of(run, ended).steps == 4
+    saved = "saved" if "is kept" in how else "the script ended"
+    assert details(run, "preempted") == [f"stop requested (TERM); {saved} at step 4"]
     assert not (run.train().root / "script" / "work" / "waited").exists()
 
 

@@ -13,9 +13,11 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from functools import wraps
 from multiprocessing import active_children
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar, cast
 
 from pydantic import Field
 from torch.optim import Optimizer
@@ -53,6 +55,8 @@ _OF_WORKERS = re.compile(
     "|process group has not been initialized",
     re.IGNORECASE,
 )
+# method of a mode that handles an event, see `Listener`
+Handler = TypeVar("Handler", bound=Callable[..., None])
 # time between two signs of life
 BEAT_S = 1.0
 # last lines of a failed script's output that are shown, and most characters of them
@@ -216,6 +220,20 @@ def end_of(log: Path) -> str:
     return "".join(f"{line}\n" for line in lines[first:])
 
 
+def not_caught(handle: Handler) -> Handler:
+    """Have an error of ours in a handler of an event end the process: the script may catch it."""
+
+    @wraps(handle)
+    def guarded(mode: Mode, *args: Any) -> None:
+        try:
+            handle(mode, *args)
+        except TulaError as error:
+            # a refusal is shown without a traceback
+            mode.fail(error.with_traceback(None))
+
+    return cast("Handler", guarded)
+
+
 def leave(code: int) -> NoReturn:
     """End this process at once: the script cannot catch that, and its threads are not awaited."""
     try:
@@ -240,7 +258,7 @@ class Mode(Listener):
         self.spec = spec
         self.hooks = Hooks(self, spec.counted_model, others)
         self.steps = 0
-        # `time.perf_counter` at which the next sign of life is due; none before the first step
+        # `time.perf_counter` at which the next sign of life is due; none before the first one
         self.sign_due = math.inf
         self._meeting = meeting_variables()
 
@@ -267,13 +285,17 @@ class Mode(Listener):
         """Count a step, and give a sign of life about once a second."""
         self.steps += 1
         if self.steps == 1:
-            self.say(ProcessMessage(state="stepping", steps=1))
-            self.sign_due = time.perf_counter() + BEAT_S
+            self.begin_signs()
         elif time.perf_counter() > self.sign_due:
             self.give_sign()
 
+    def begin_signs(self) -> None:
+        """Give the first sign of life, after which the worker no longer waits for a first step."""
+        self.say(ProcessMessage(state="stepping", steps=self.steps))
+        self.sign_due = time.perf_counter() + BEAT_S
+
     def give_sign(self) -> None:
-        """Give a sign of life about once a second, from the first step on."""
+        """Give a sign of life about once a second, after the first one."""
         now = time.perf_counter()
         if now > self.sign_due:
             self.sign_due = now + BEAT_S

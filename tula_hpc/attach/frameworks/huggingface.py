@@ -154,7 +154,7 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
         self.keeper.end()
 
     def _end_open_epoch(self, *, is_last: bool) -> None:
-        if self.keeper.in_epoch:
+        if self.keeper.steps.in_epoch:
             self.keeper.end_epoch(is_last=is_last)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -164,7 +164,7 @@ class KeptTrainer(TrainerCallback):  # type: ignore[misc] # no types are read fr
 
     def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Report the mean loss of the steps since the last log."""
-        if self.keeper.in_epoch and "loss" in given["logs"]:
+        if self.keeper.steps.in_epoch and "loss" in given["logs"]:
             self.keeper.report({"train_loss": given["logs"]["loss"]})
 
 

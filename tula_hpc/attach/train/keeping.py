@@ -72,7 +72,7 @@ class Keeper(SafePoints):
             self.kept[SCALING] = steps.scaling
         # calls of `batches` in this epoch, in this process
         self.calls = 0
-        self.in_epoch = self.in_batches = False
+        self.in_batches = False
         # random numbers at the beginning of the epoch and of the loader, for a checkpoint
         self.began = {"epoch": "", "loader": ""}
         # the checkpoint's random numbers by moment, until they are restored
@@ -176,20 +176,20 @@ class Keeper(SafePoints):
         first = loops[-1] if loops else 0
         while self.progress.epoch < first + count:
             epoch = self.progress.epoch - first
-            self.in_epoch = True
+            self.steps.in_epoch = True
             self.calls = 0
             self.begin_draws()
             try:
                 yield epoch
             except GeneratorExit:
                 # left by `break`, on each worker at a moment of its own
-                self.in_epoch = False
+                self.steps.in_epoch = False
                 self.steps.end_open_epoch()
                 self.progress.train_time_s += self.progress.whole_epoch_s
                 self.progress.begin_epoch()
                 loops.append(self.progress.epoch)
                 raise
-            self.in_epoch = False
+            self.steps.in_epoch = False
             self.steps.end_epoch()
             self._end_epoch(is_last=epoch + 1 >= count)
         if place == len(loops):
@@ -229,7 +229,7 @@ class Keeper(SafePoints):
         Raises:
             InputError: The loop is not in `tula.epochs`, or is within another such loop.
         """
-        if not self.in_epoch:
+        if not self.steps.in_epoch:
             raise InputError("expected within `for … in tula.epochs(n)`", source="tula.batches")
         if self.in_batches:
             raise InputError(
@@ -265,7 +265,7 @@ class Keeper(SafePoints):
     def note_beginning(self, loader: object) -> None:
         """Note a loader that is about to be begun, by the script itself or inside another one."""
         self.history.note_beginning(loader)
-        if self.loops and self.in_epoch and not self.in_batches:
+        if self.loops and self.steps.in_epoch and not self.in_batches:
             self.beginnings.note(loader, self.calls)
 
     def _restore_generators(self, loader: Iterable[Any]) -> None:
@@ -277,7 +277,7 @@ class Keeper(SafePoints):
     def begin_epoch(self) -> None:
         """Note that an epoch begins, or the rest of an epoch. Collective."""
         self._begin()
-        self.in_epoch = True
+        self.steps.in_epoch = True
         self._stepped = self.progress.step
         self.marked = time.perf_counter()
 
@@ -299,7 +299,7 @@ class Keeper(SafePoints):
 
         `saves` is false if the framework would not go on exactly from here.
         """
-        self.in_epoch = False
+        self.steps.in_epoch = False
         self.steps.end_epoch()
         if is_last:
             self.progress.loops.append(self.progress.epoch)
@@ -409,6 +409,8 @@ class Keeper(SafePoints):
             for model in objects_of(DistributedDataParallel):
                 self.rehearse(model, self._forget_pass)
             self.log_resume(self.loaded, began_at=settings.job_began_at)
+            # long work may come before the next step, if there is one at all
+            self.steps.begin_signs()
         # frees the tensors, which the kept objects have taken over
         self.loaded = None
         self.has_begun = True
@@ -454,7 +456,7 @@ class Keeper(SafePoints):
     def report(self, scores: Mapping[str, Any]) -> None:
         """Take scores of this epoch, or of the last one; see `tula_hpc.attach.report`."""
         self.steps.report(scores)
-        if (self.has_begun or self.is_over) and not self.in_epoch:
+        if (self.has_begun or self.is_over) and not self.steps.in_epoch:
             self.steps.add_to_last_epoch()
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from tula_hpc.attach.hooks.passes import Apart
 from tula_hpc.attach.hooks.step_hooks import MOST_AWAITED
 from tula_hpc.attach.hooks.step_times import StepTimes
 from tula_hpc.attach.own_folder import Saved
-from tula_hpc.attach.reporting import ChildSpec, Mode, ProcessMessage, leave
+from tula_hpc.attach.reporting import ChildSpec, Mode, ProcessMessage, leave, not_caught
 from tula_hpc.attach.train.peers import ScriptPeers, device_of, stop_as_others, synchronize
 from tula_hpc.attach.train.resume_point import ScriptProgress, TrainedSoFar, TrainSettings
 from tula_hpc.attach.train.scores import SCORES, known_scores
@@ -60,8 +60,9 @@ class ScriptTraining(Mode):
         self.drift: ScriptDrift | None = None
         if (compared := self.settings.drift) is not None:
             self.drift = ScriptDrift(compared, self.run, self.settings.label, self.settings.job_id)
-        # a keeper knows where epochs end, and obeys the stop
+        # a keeper knows where epochs begin and end, and obeys the stop within them
         self.is_kept = False
+        self.in_epoch = False
         # a forward pass has begun since the last step
         self.is_open = False
         own_file = self.files.metrics_file if spec.rank == 0 else None
@@ -158,7 +159,8 @@ class ScriptTraining(Mode):
     def trains_anew(self, missed: int = 0) -> bool:
         """See `Listener`. Steps so far in a first epoch do not count, as in a search for a rate."""
         progress = self.progress
-        if not self.is_kept and progress.epoch >= self.settings.epochs > 0:
+        is_whole = not self.is_kept and progress.epoch >= self.settings.epochs > 0
+        if is_whole or self._is_further:
             return False
         if not (self.is_kept or progress.epoch) and progress.step == self.steps:
             self._forget_steps()
@@ -182,6 +184,7 @@ class ScriptTraining(Mode):
         if time.perf_counter() > self.sign_due:
             self.give_sign()
 
+    @not_caught
     def forward_begins(self, samples: int) -> None:
         """See `Listener`."""
         self._samples += samples if samples <= self._usual else self._samples_of(samples)
@@ -206,6 +209,7 @@ class ScriptTraining(Mode):
         self._samples_before = min(self._samples_before, self._samples)
         self._backward_due -= 1
 
+    @not_caught
     def gradients_ready(self) -> None:
         """See `Listener`."""
         optimizer, model = self.hooks.optimizer, self.hooks.inner_model
@@ -213,6 +217,7 @@ class ScriptTraining(Mode):
             epochs_seen = self.progress.epoch + self._epoch_share
             self.scaling.gradients_ready(optimizer, model, epochs_seen)
 
+    @not_caught
     def step_ends(self) -> None:
         """See `Listener`."""
         if self.scaling is not None:
@@ -246,9 +251,19 @@ class ScriptTraining(Mode):
     def trains_further(self) -> None:
         """See `Listener`. A worker obeys a stop by itself here: no step that counts may follow."""
         is_other = self.stop.received is not None and self.hooks.further_steps >= MOST_AWAITED
-        if is_other and not self.is_kept:
+        if is_other and not self.in_epoch:
             self.leave_stopped()
 
+    def trains_apart(self, optimizer: Optimizer) -> bool:
+        """See `Listener`. A script that was resumed after its epochs has no model that counts."""
+        return self._is_further or super().trains_apart(optimizer)
+
+    @property
+    def _is_further(self) -> bool:
+        """True after the epochs of a script that is kept, which a checkpoint has."""
+        return self.is_kept and not self.in_epoch
+
+    @not_caught
     def partner_ready(self, optimizer: Optimizer) -> None:
         """See `Listener`."""
         if self.scaling is not None:
