@@ -192,25 +192,38 @@ def test_a_training_whose_checkpoints_are_gone_is_said_to_begin_from_the_start(
 
 
 @pytest.mark.parametrize(
-    ("state", "samples", "why"),
-    [("NODE_FAIL", 64, ", as a node failed (NODE_FAIL)"), ("REQUEUED", 0, ""), ("REQUEUED", 64, None)],
-    ids=["node", "begins anew", "itself"],
+    ("states", "is_script", "samples", "why"),
+    [
+        (["REQUEUED", "NODE_FAIL", "RUNNING"], False, 64, ", as a node failed (NODE_FAIL)"),
+        (["NODE_FAIL", "REQUEUED", "RUNNING"], True, 64, ""),
+        (["REQUEUED"], False, 0, ""),
+        (["NODE_FAIL", "REQUEUED"], False, 64, None),
+    ],
+    ids=["node", "script", "begins anew", "built-in loop"],
 )
-def test_a_job_that_runs_again_is_reported_with_the_reason_and_where_it_resumed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str, samples: int, why: str | None
+def test_a_job_that_runs_again_is_reported_with_the_last_reason_and_where_it_resumed(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    states: list[str],
+    is_script: bool,
+    samples: int,
+    why: str | None,
 ) -> None:
     run = RunDirectory(tmp_path / "run").create()
-    sweep = Sweep(SweepSpec(name="x"), ClusterSpec(), run)
+    sweep = Sweep(script_spec(tmp_path) if is_script else SweepSpec(name="x"), ClusterSpec(), run)
     run.log_event("submitted", "train", job_id="7")
     tick = training_tick(sweep, stage_progress("training"))
-    account = JobAccount(job_id="7", stage="train", state=state, over=True, nodes=1, elapsed_s=3.0)
-    append_record(run.accounting_file, account)
+    for state in states:
+        over = state != "RUNNING"
+        account = JobAccount(job_id="7", stage="train", state=state, over=over, nodes=1, elapsed_s=3.0)
+        append_record(run.accounting_file, account)
     run.log_event("resumed", "train", job_id="7", detail="from a.tula at step 3", data={"samples_seen": samples})
     for _ in range(2):
         tick(JobsNow(1, "1 running"))
-    again = f" runs again{why}:" if why else ""
-    message = f"training: job 7{again} from a.tula at step 3\n"
-    assert capsys.readouterr().err.count(message) == (why is not None)
+    reported = capsys.readouterr().err
+    assert reported.count(f"training: job 7 runs again{why or ''}: from a.tula at step 3\n") == (why is not None)
+    assert reported.count(" runs again") == (why is not None)
 
 
 @pytest.mark.parametrize("is_kept", [False, True])

@@ -224,11 +224,11 @@ def why_ended(end: Ended) -> str:
 
 
 def why_interrupted(sweep: Sweep) -> dict[str, list[str]]:
-    """Return why earlier runs of each job were interrupted, oldest first, if accounting knows."""
+    """Return why each run of each job ended, oldest first; "" if accounting does not say why."""
     found: dict[str, list[str]] = {}
     for each in sweep.run.accounts():
-        if each.state in INTERRUPTED_BY:
-            found.setdefault(each.job_id, []).append(INTERRUPTED_BY[each.state])
+        if each.over:
+            found.setdefault(each.job_id, []).append(INTERRUPTED_BY.get(each.state, ""))
     return found
 
 
@@ -273,7 +273,7 @@ class InterruptionNews:
         news = {
             job_id: causes[-1]
             for job_id, causes in self.known.items()
-            if causes != before.get(job_id)
+            if causes != before.get(job_id) and causes[-1]
         }
         if not news:
             return

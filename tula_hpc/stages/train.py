@@ -458,14 +458,15 @@ def _off_plan(metrics: Metrics, done: float, epochs: int) -> Iterator[str]:
 
 
 def _restarted(sweep: Sweep, last: Restart | None) -> str:
-    """Say why a job of the training runs again, by accounting, or that it begins anew; else ""."""
+    """Say why a job of the training runs again, by accounting, and from where it goes on."""
     if last is None:
         return ""
     sweep.launcher.note_accounts()
-    if why := why_interrupted(sweep).get(last.job_id):
-        return f"job {last.job_id} runs again, {why[-1]}: {last.from_where}"
-    # the notes on progress say from where other restarts go on
-    return f"job {last.job_id} {last.from_where}" if last.samples_seen == 0 else ""
+    why = why_interrupted(sweep).get(last.job_id, [""])[-1]
+    # the notes on progress say from where the built-in training goes on
+    if not why and last.samples_seen != 0 and not sweep.spec.workload.is_script:
+        return ""
+    return f"job {last.job_id} runs again{f', {why}' if why else ''}: {last.from_where}"
 
 
 def unmatched_metric(sweep: Sweep, metrics: Metrics, *, running: bool = False) -> str:
