@@ -127,8 +127,9 @@ def describe_profiling(runs: Sequence[JobRun], measurements: Iterable[Measuremen
     waiting = format_duration(waited_s) if waited_s >= 0.5 else "no time"
     profiles = [row for row in measurements if row.stage == "profile" and is_usable(row)]
     measured = {(row.partition, row.configuration) for row in profiles}
+    jobs = {run.job_id for run in runs}
     return (
-        f"{plural(len(measured), 'configuration')} in {plural(len(runs), 'job')}: "
+        f"{plural(len(measured), 'configuration')} in {plural(len(jobs), 'job')}: "
         f"{format_number(node_seconds, 3)} node-seconds ({starting} of them starting up), "
         f"and {waiting} waiting for nodes"
     )

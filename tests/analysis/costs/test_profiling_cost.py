@@ -53,6 +53,7 @@ def test_a_requeued_job_waits_from_the_end_of_its_first_run() -> None:
     after = row(Configuration(1, 1, 64), 30.0, job_id="1", finished_at=1390.0)
     runs = job_runs([*first, *second], [inside, after])
     assert [(run.waited_from, run.began_at, run.ended_at) for run in runs] == [(1000, 1010, 1050), (1050, 1300, 1400)]
+    assert "2 configurations in 1 job: " in describe_profiling(runs, [inside, after])
 
 
 def test_a_job_that_was_killed_lived_until_someone_recorded_it() -> None:
