@@ -220,7 +220,7 @@ def test_the_script_says_what_the_template_says(tmp_path: Path) -> None:
         "#SBATCH --mail-type=END",
     ):
         assert line in lines, line
-    assert any(line.startswith("srun") and " -K1 " in line for line in lines)
+    assert any(line.startswith("srun") and f" -K1 {sys.executable} -u " in line for line in lines)
     setup = setup_text(there.cluster).splitlines()
     expected = [
         "module load cuda",

@@ -194,7 +194,7 @@ class SlurmJobs:
         sha256 = write_setup(folder, self.cluster)
         hashes = write_pickles(folder, tasks, request.minutes, time_outs(request))
         setup = [*run_setup(folder, sha256), know_pickles(hashes)]
-        text = self._script(request, folder, python=sys.executable, setup=setup, tasks=len(tasks))
+        text = self._script(request, folder, setup, len(tasks))
         script = folder / ".submission.sh"
         write_atomically(script, text)
         job_id = submit_once(script, request.name)
@@ -298,9 +298,7 @@ class SlurmJobs:
         except OSError as error:
             raise InputError(f"{own}: {in_words(error)}", key="sbatch.exclude") from None
 
-    def _script(
-        self, request: Request, folder: Path, *, python: str, setup: Sequence[str], tasks: int
-    ) -> str:
+    def _script(self, request: Request, folder: Path, setup: Sequence[str], tasks: int) -> str:
         parameters = self.parameters(request)
         # the folder is RUN/slurm/<submission>
         run, names = folder.parents[1], list(variables_of(self.cluster))
@@ -311,14 +309,14 @@ class SlurmJobs:
             parameters["teardown"] = requeue_if_killed(folder)
         if tasks > 1:
             parameters["map_count"] = tasks
-        inside = python_of(self.cluster, self.folders, run, python)
+        inside = python_of(self.cluster, self.folders, run, sys.executable)
         command = start_command(inside, folder)
         return str(_make_sbatch_string(command=command, folder=folder, **parameters))
 
     def script(self, request: Request, folder: Path, tasks: int) -> str:
         """Return the script that `submit` would hand in, without the hashes; needs no Slurm."""
         setup = [*run_setup(folder, MADE_LATER), know_pickles([MADE_LATER])]
-        return self._script(request, folder, python="python", setup=setup, tasks=tasks)
+        return self._script(request, folder, setup, tasks)
 
     def find_lost(self, path: Path, notice: Notice, known: Collection[str]) -> list[str]:
         """Return the ids of the array's tasks; [] if Slurm has no array of that name.
