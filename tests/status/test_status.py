@@ -285,6 +285,7 @@ def test_a_training_with_an_old_report_or_without_its_model_is_not_everything_do
     (run.report / "report.html").touch()
     run_status = status.status_of(run.root)
     assert (run_status.words, run_status.report_stale) == ("everything is done", False)
+    assert f"\nreport     {run.report / 'report.html'}\n" in status_text(run_status, 60)
     later = time.time() + 60
     os.utime(run.plan_file, (later, later))
     run_status = status.status_of(run.root)
@@ -1369,7 +1370,7 @@ def test_a_training_that_ended_is_compared_with_its_plan(tmp_path: Path, cluster
     assert (run_status.promise.actual_s, run_status.promise.verdict, run_status.promise.paid) == (5_400.0, "more", 12.0)
     text = re.sub(r"\s+", " ", text_of(run_status))
     assert "actual took 1 h 30 min, longer than the predicted 57 min to 1 h 3 min (90 %; expected 1 h)" in text
-    assert "cost 12.00 USD, predicted: 8.0 USD; by accounting" in text
+    assert "cost 12.00 USD (predicted: 8.0 USD); by accounting" in text
     assert "and 8.0 USD in all" in text, "one prediction has the same digits on both lines"
 
 

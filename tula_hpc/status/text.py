@@ -75,7 +75,7 @@ def _notes(status: RunStatus) -> Iterator[LabelledLine]:
 def _wrapped(label: str, text: str, width: int) -> str:
     head = f"{label:<{LABEL_WIDTH}}"
     # not wrapped, so that the path can be copied
-    if text.startswith("log: "):
+    if text.startswith(("log: ", "/")):
         return head + in_short_lines(printable(text.replace("\n", " ")))
     return "\n".join(wrapped(head, text, max(width, 60), LABEL_WIDTH + 2))
 
@@ -140,7 +140,8 @@ def _report(status: RunStatus) -> str:
     if not status.report:
         return "not yet"
     if not status.report_stale:
-        return "written"
+        page = "study.html" if status.study else "report.html"
+        return f"{status.run_directory}/report/{page}"
     again = command_line("report", status.run_directory)
     return f"older than the measurements, the plan or the training; to write it again: {again}"
 
@@ -198,7 +199,7 @@ def _promise(promise: PromiseStatus) -> str:
     ends = promise.cost_interval or (promise.expected_cost, promise.expected_cost)
     predicted = money_within(promise.expected_cost, *ends, currency)
     source = {"accounting": "accounting", "notes": "the run's own records"}[promise.told_by]
-    return f"{taken}; cost {paid}, predicted: {predicted}; by {source}"
+    return f"{taken}; cost {paid} (predicted: {predicted}); by {source}"
 
 
 def _training_lines(training: TrainingStatus) -> Iterator[LabelledLine]:
