@@ -207,9 +207,12 @@ def failed() -> int:
     raise StageError("plan: too little data")
 
 
-def test_one_guard_moves_along_behind_the_controllers_and_goes_with_the_last(cluster: Cluster) -> None:
+def test_one_guard_moves_along_behind_the_controllers_and_goes_with_the_last(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
     cluster.step("", left("a"))
     assert cluster.jobs == {"1": "a", "2": "1"}
+    assert "to stop all of it: scancel a 1 2\n" in capsys.readouterr().out
     cluster.step("1", left("b"))
     assert cluster.jobs == {"2": "3", "3": "b"}
     cluster.step("3", left("c"))
@@ -271,7 +274,9 @@ def test_without_room_for_a_guard_a_controller_has_none(cluster: Cluster, capsys
     cluster.room = 1
     cluster.step("", left("a"))
     assert cluster.jobs == {"1": "a"}
-    assert "there is no guard, which would carry on if that job is killed: a limit" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "there is no guard, which would carry on if that job is killed: a limit" in output
+    assert output.endswith("to stop all of it: scancel a 1\n")
 
 
 def test_detaching_again_to_another_stage_is_followed(

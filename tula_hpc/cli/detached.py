@@ -105,11 +105,14 @@ def _hand_over(sweep: Sweep, jobs: Sequence[Submitted], until: str) -> None:
     print(
         f"detached: job {controller.job_id} carries on when {what} over; see {sweep.run.status_command}"
     )
+    ids = [*sorted({job.array_id for job in jobs}), controller.job_id]
     try:
         guard = _post_guard(sweep, controller, until)
         print(f"if that job is killed, or cancelled alone, job {guard} carries on")
+        ids.append(guard)
     except LaunchError as error:
         print(f"there is no guard, which would carry on if that job is killed: {error}")
+    print(f"to stop all of it: scancel {' '.join(ids)}")
 
 
 def _submit_controller(
