@@ -585,6 +585,19 @@ def test_keys_of_a_partition_are_free_as_those_of_the_cluster(
         check_run(*inputs("dear.pricing.usd_per_node_hour=5", "v1.pricing.x.account=rich"), run.root)
 
 
+def test_a_dry_run_warns_of_a_script_as_the_sweep_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    table = "[workload]\nscript = 'train.py'\narguments = ['{local_batch}.yaml']\nsamples = 2048\nepochs = 3\n"
+    Path("train.toml").write_text(f"name = 'train'\n{table}[search]\ncluster_sizes = [2]\n")
+    assert main(["train.toml", "--dry-run"]) == 0
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("warning: train.py does not seem to use DistributedDataParallel")
+    assert second.startswith("warning: no such file: 16.yaml, 32.yaml, 64.yaml and 3 more; the search may try these")
+
+
 def test_a_dry_run_where_the_data_are_not_warns_and_refuses_else_what_the_sweep_refuses(
     sweep_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

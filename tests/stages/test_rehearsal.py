@@ -141,6 +141,33 @@ def test_a_script_that_names_no_way_for_several_workers_is_warned_of_before_any_
     assert remedy is None or output.endswith(f" to use a single worker, set {remedy}\n")
 
 
+def test_files_of_settings_that_batches_lack_are_warned_of_before_any_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("from torch.nn.parallel import DistributedDataParallel")
+    for name in ("local-32", "local-64", "global-64"):
+        Path(f"{name}.yaml").touch()
+    arguments = ("local-{local_batch}.yaml", "--set=global-{global_batch}.yaml", "--log={run_dir}/{local_batch}.json")
+    table = {
+        "script": str(tmp_path / "train.py"),
+        "arguments": arguments,
+        "samples": 640,
+        "epochs": 3,
+        "accumulation": 2,
+    }
+    search = {"cluster_sizes": [2], "min_batch": 64, "max_batch": 256}
+    sweep = SweepSpec.model_validate({"name": "x", "workload": table, "search": search})
+    run = RunDirectory(tmp_path / "run").create()
+    try_before_jobs(Sweep(sweep, ClusterSpec(), run))
+    missing = "local-16.yaml, global-128.yaml, global-256.yaml"
+    assert capsys.readouterr().err.startswith(f"warning: no such file: {missing}; the search may try these batches")
+    for name in missing.split(", "):
+        Path(name).touch()
+    try_before_jobs(Sweep(sweep, ClusterSpec(), run))
+    assert capsys.readouterr().err == ""
+
+
 class Rehearsals:
     """A stand-in for the trial that counts its calls."""
 

@@ -47,7 +47,7 @@ from tula_hpc.command_errors import CommandParser, exit_code_of
 from tula_hpc.config import ClusterSpec, SearchSpec
 from tula_hpc.config.loading import read_toml
 from tula_hpc.config.validation import shown
-from tula_hpc.config.workload import find_script
+from tula_hpc.config.workload import SETTINGS, find_script
 from tula_hpc.env import stay_on_loopback
 from tula_hpc.errors import InputError, TulaError
 from tula_hpc.files import write_out
@@ -69,8 +69,6 @@ from tula_hpc.records import Measurement, write_atomically
 UNEVEN = 0.3
 # commands that start a script, which users may put before it
 LAUNCHER = re.compile(r"python[\d.]*|torchrun|accelerate|srun")
-# files of settings
-SETTINGS = (".json", ".yaml", ".yml", ".toml")
 
 
 @printable_output()

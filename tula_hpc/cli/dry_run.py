@@ -30,7 +30,14 @@ from tula_hpc.stages.profile import (
     propose_on,
     wants_estimate,
 )
-from tula_hpc.stages.rehearsal import TRYING, is_here, is_tried, refuse_another_model, rehearse
+from tula_hpc.stages.rehearsal import (
+    TRYING,
+    is_here,
+    is_tried,
+    refuse_another_model,
+    rehearse,
+    warn_of_script,
+)
 from tula_hpc.stages.study import describe_study
 from tula_hpc.stages.train import next_candidate
 
@@ -180,6 +187,7 @@ def _try_dry(sweep: Sweep) -> Trial | None:
         InputError: The sweep would be refused.
     """
     spec, cluster = sweep.spec, sweep.cluster
+    warn_of_script(sweep)
     if not is_tried(spec, cluster) or not is_here(spec):
         return None
     parts = parts_of(sweep) if spec.study is None else []

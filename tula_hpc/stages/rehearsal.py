@@ -23,6 +23,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from tula_hpc.config import ClusterSpec, SweepSpec, local_batches, study_part
+from tula_hpc.config.workload import SETTINGS
 from tula_hpc.env import slurm_job_id, with_variables
 from tula_hpc.errors import InputError, TrialError
 from tula_hpc.formatting import in_short, last_line, printable
@@ -124,10 +125,15 @@ def _batches(spec: SweepSpec, cluster: ClusterSpec) -> Iterator[int]:
         if study_part(spec.study, cluster):
             yield from spec.study.batches
         return
+    yield from (world * local for world, local in _candidates(spec, cluster))
+
+
+def _candidates(spec: SweepSpec, cluster: ClusterSpec) -> Iterator[tuple[int, int]]:
+    """Yield the number of workers and the local batch of every candidate."""
     for part in cluster.parts():
         for nodes in spec.search.cluster_sizes:
-            world = nodes * part.workers_per_node
-            yield from (world * b for b in local_batches(spec.search, nodes, part.workers_per_node))
+            for local in local_batches(spec.search, nodes, part.workers_per_node):
+                yield nodes * part.workers_per_node, local
 
 
 def key_of(spec: SweepSpec) -> str:
@@ -158,8 +164,7 @@ def try_before_jobs(sweep: Sweep) -> bool:
     if not is_tried(sweep.spec, sweep.cluster):
         refused = "if that changed the model, the training's job refuses it"
         warn_of_sources(sweep, f"{refused}: undo it, or measure again with another --run-dir")
-        if sweep.spec.study is None and not sweep.run.measurements().records:
-            _warn_of_lone_workers(sweep.spec, sweep.cluster)
+        warn_of_script(sweep)
         return True
     before = sweep.run.trial()
     if before is not None and before.key == key_of(sweep.spec):
@@ -228,6 +233,32 @@ def _say_changed(names: Sequence[str], consequence: str) -> None:
         sys.stderr.write(
             f"warning: {in_short(names)} changed since the measurements; {consequence}\n"
         )
+
+
+def warn_of_script(sweep: Sweep) -> None:
+    """Warn, before anything is measured, of what the first jobs of a script would fail at."""
+    if sweep.spec.study is not None or sweep.run.measurements().records:
+        return
+    _warn_of_lone_workers(sweep.spec, sweep.cluster)
+    if missing := _missing_settings(sweep.spec, sweep.cluster):
+        sys.stderr.write(
+            f"warning: no such file: {printable(in_short(missing))}; the search may try these "
+            "batches, and the script would fail: write a file for each, or change "
+            "search.min_batch, max_batch or cluster_sizes\n"
+        )
+
+
+def _missing_settings(spec: SweepSpec, cluster: ClusterSpec) -> list[str]:
+    """Return the files of settings, one for each batch, that are not there."""
+    work = spec.workload
+    named = [each.rpartition("=")[2] for each in work.arguments if each.endswith(SETTINGS)]
+    paths: dict[str, None] = {}
+    for world, local in _candidates(spec, cluster):
+        values = {"{local_batch}": local // work.accumulation, "{global_batch}": world * local}
+        for placeholder, value in values.items():
+            by_batch = [name for name in named if placeholder in name]
+            paths |= dict.fromkeys(name.replace(placeholder, str(value)) for name in by_batch)
+    return [path for path in paths if "{" not in path and not Path(path).exists()]
 
 
 def _warn_of_lone_workers(spec: SweepSpec, cluster: ClusterSpec) -> None:
