@@ -345,8 +345,10 @@ def _ends(table: CandidateTable, part: Partition, value: Array) -> tuple[Array, 
 def _basis(candidate: Candidate, part: Partition) -> Basis:
     if candidate.measured:
         return "measured"
-    known = (profile.configuration for profile in part.summary.profiles)
+    known = [profile.configuration for profile in part.summary.profiles]
     nodes, _, batches = zip(*known, strict=True)
     inside = min(nodes) <= candidate.nodes <= max(nodes)
     inside &= min(batches) <= candidate.local_batch <= max(batches)
+    # storage that all nodes share may hold up steps with more samples than any that was measured
+    inside &= candidate.global_batch <= max(each.global_batch for each in known)
     return "predicted" if inside else "extrapolated"

@@ -116,9 +116,11 @@ def _number(value: float) -> str:
 
 def explain(scaling: NodeScaling, curve: ScalingCurve) -> Iterator[str]:
     """Yield sentences on the measurements, the predictions, and the meaning of the numbers."""
+    per_node = curve.base.candidate.workers_per_node
+    workers = f"with {per_node} workers each " if per_node > 1 else ""
     yield (
         f"Step times were measured on {node_scaling.listed_sizes(scaling.profiled_sizes)} nodes "
-        f"({scaling.configurations} configurations of nodes and batch), and a model was fitted to "
+        f"{workers}({scaling.configurations} configurations of nodes and batch), and a model was fitted to "
         "them."
     )
     clauses = []

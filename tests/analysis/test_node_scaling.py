@@ -213,7 +213,8 @@ def basis_of(rows: list[Measurement], where: Configuration) -> str:
     if where in measured:
         return "measured"
     sizes, batches = [c.nodes for c in measured], [c.local_batch for c in measured]
-    if min(sizes) <= where.nodes <= max(sizes) and min(batches) <= where.local_batch <= max(batches):
+    within = min(sizes) <= where.nodes <= max(sizes) and min(batches) <= where.local_batch <= max(batches)
+    if within and where.global_batch <= max(c.global_batch for c in measured):
         return "predicted"
     return "extrapolated"
 
@@ -230,6 +231,18 @@ def test_rows_beyond_what_was_measured_are_marked(rows: list[Measurement]) -> No
                 assert (row.measured_step_s is None) == (row.basis != "measured")
             assert curve.base.nodes in {row.nodes for row in rows}
         assert any(row.basis == "extrapolated" for row in found.weak.rows)
+
+
+def test_more_samples_in_a_step_than_any_measured_are_extrapolated() -> None:
+    """Weak scaling of a large batch reads more at once than the corners of a search have shown."""
+    spec = sweep(**SEARCH)
+    found = part_scaling(part_of([*CORNERS, measured(2, 512)], spec, law=KNOWN), spec, chosen(1, 1024))
+    assert [(row.nodes, row.basis) for row in found.weak.rows[:3]] == [
+        (1, "measured"),
+        (2, "extrapolated"),
+        (4, "extrapolated"),
+    ]
+    assert [row.basis for row in found.strong.rows[:3]] == ["measured"] * 3
 
 
 def test_the_baseline_is_the_smallest_profiled_size_that_can_run_the_batch() -> None:

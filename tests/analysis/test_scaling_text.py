@@ -56,6 +56,13 @@ def test_sentences_say_how_the_numbers_were_made(scaling: NodeScaling) -> None:
         assert "(20 epochs)" in whole
 
 
+def test_sentences_name_the_workers_of_a_node(scaling: NodeScaling) -> None:
+    first = scaling.weak.base
+    eight = first._replace(candidate=first.candidate.model_copy(update={"workers_per_node": 8}))
+    measured, *_ = explain(scaling, scaling.weak._replace(rows=[eight, *scaling.weak.rows[1:]]))
+    assert measured.startswith("Step times were measured on 1, 2 and 4 nodes with 8 workers each (18 configur")
+
+
 def test_the_text_says_what_limits_it(scaling: NodeScaling) -> None:
     assert "Left out: N = 1 (does not fit in memory)." in plain_text(scaling, scaling.strong)
     small = scaling._replace(max_nodes=4, emulated=True)
