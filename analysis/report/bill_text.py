@@ -67,9 +67,10 @@ def bill_of(plan: Plan | None, events: Iterable[Event], training: Training) -> T
     """
     if plan is None or training.result is None:
         return None
-    promised = candidate_of(plan, training) or plan.chosen
     own = RunHistory(events).of_training(training.label)
-    return training_bill(promised, training.result, own, training.accounts, training.metrics.epochs)
+    return training_bill(
+        plan.chosen, training.result, own, training.accounts, training.metrics.epochs
+    )
 
 
 def bill_sentences(

@@ -24,6 +24,8 @@ from tests.known import known
 from tests.run_factory import CLUSTER_TOML, SWEEP_TOML, late_plan, make_run, measurement, oom, write_plan
 from tests.study_factory import SWEEP, make_study
 from tula_hpc.analysis.plan import main as plan_command
+from tula_hpc.analysis.report.bill_text import bill_of
+from tula_hpc.analysis.run_contents import read_run
 from tula_hpc.cli.open_run import open_run
 from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster, load_frozen_sweep
 from tula_hpc.errors import LaunchError
@@ -1491,3 +1493,20 @@ def test_measurements_that_are_gone_are_reported(tmp_path: Path, cluster: FakeSl
     )
     finished.plan_file.unlink()
     assert MEASUREMENTS_GONE in status.status_of(finished.root).doubts
+
+
+def test_a_training_that_fell_back_is_compared_with_the_choice_as_in_the_report(
+    tmp_path: Path, cluster: FakeSlurm
+) -> None:
+    run = make_run(tmp_path / "run")
+    chosen, result = run.read_plan().chosen, known(run.train().read_result())
+    smaller = {"local_batch": result.local_batch // 2, "global_batch": result.global_batch // 2}
+    write_atomically(run.train().result_file, result.model_copy(update=smaller).model_dump_json())
+    # every logged epoch has the smaller batch, as if memory ran out in the first step
+    rows = run.train().metrics_file.read_text()
+    rows = rows.replace(f'"global_batch":{chosen.global_batch}', f'"global_batch":{chosen.global_batch // 2}')
+    run.train().metrics_file.write_text(rows)
+    promise = known(status.status_of(run.root).promise)
+    contents = read_run(run)
+    bill = known(bill_of(contents.plan, contents.events, contents.trainings[0]))
+    assert promise.expected_s == bill.whole.expected == chosen.wall_time_s

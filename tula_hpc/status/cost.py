@@ -17,7 +17,7 @@ from tula_hpc.analysis.costs.training_bill import Source as BillSource
 from tula_hpc.analysis.costs.usage import actual_use, job_runs, only_waiting_s
 from tula_hpc.config import ClusterSpec
 from tula_hpc.formatting import HOUR_S, format_money, format_number
-from tula_hpc.records import MAIN_LABEL, Configuration, JobAccount, Measurement, Record, Submission
+from tula_hpc.records import MAIN_LABEL, JobAccount, Measurement, Record, Submission
 from tula_hpc.status.jobs import JobPhase, JobStatus, in_phase, of_stage
 from tula_hpc.status.run_files import Facts
 
@@ -141,11 +141,10 @@ def bill_of(facts: Facts) -> TrainingBill | None:
     files = facts.trainings.get(MAIN_LABEL)
     if facts.plan is None or files is None or files.result is None:
         return None
-    result = files.result
-    ran_at = Configuration(result.nodes, result.workers_per_node, result.local_batch)
-    promised = facts.plan.find(ran_at) or facts.plan.chosen
     accounts = facts.history.accounted(MAIN_LABEL, facts.run.accounts())
-    return training_bill(promised, result, facts.history.of_training(MAIN_LABEL), accounts)
+    own = facts.history.of_training(MAIN_LABEL)
+    # a training that fell back to a smaller batch, too, was promised what the plan chose
+    return training_bill(facts.plan.chosen, files.result, own, accounts)
 
 
 def promise_kept(bill: TrainingBill | None) -> PromiseStatus | None:
