@@ -238,7 +238,7 @@ def _outcome(run: RunContents, training: Training, name: str) -> Iterator[str]:
             score = format_score(last.test_accuracy, last.test_loss)
             verb = "is" if last.epoch == 1 else "are"
             done = f"{plural(last.epoch, 'epoch')} {verb} done, {score}"
-        yield f"{name} has started; {done}."
+        yield f"{name} is not finished; {done}."
         return
     time = f"{format_duration(result.train_time_s)}{_against_prediction(run, training)}"
     end = "has no score"
@@ -373,8 +373,8 @@ def _next_steps(run: RunContents) -> list[str]:
     if failed is not None:
         why = as_sentence(first_line(failed.detail))
         return [
-            f"Fix what ended the last command, then run: {GO_ON}. {why} tula status RUN names the "
-            f"log. {IS_RUN}"
+            f"Fix what ended the last command, then run: {GO_ON}. {why} If a job failed, tula "
+            f"status RUN names its log. {IS_RUN}"
         ]
     if run.plan is None:
         what = "Make the plan again" if run.trainings else "Go on measuring"

@@ -208,7 +208,7 @@ def test_a_run_whose_last_command_failed_is_to_be_fixed_first(tmp_path: Path) ->
     run.log_event("failed", "train", detail="bug in job 7\nTraceback")
     (text,) = first_page(read_run(run)).sections[-1].sentences
     assert text.startswith("Fix what ended the last command, then run: tula sweep RUN/sweep.toml")
-    assert "Bug in job 7. tula status RUN names the log." in text
+    assert "Bug in job 7. If a job failed, tula status RUN names its log." in text
     # as `tula plan --write` does, with a deadline that a candidate can meet
     later = run.events()[-1].time + 1.0
     os.utime(run.plan_file, (later, later))

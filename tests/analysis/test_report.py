@@ -321,7 +321,7 @@ def test_reports_grow_with_the_run(tmp_path: Path) -> None:
     write_plan(run, plan([candidate(item) for item in configurations()]))
     write_training(run, epochs_done=3)
     words = Page(write_report(run)[0].read_text()).words
-    assert "The training has started; 3 epochs are done" in words
+    assert "The training is not finished; 3 epochs are done" in words
     assert "Not in this report" not in words
 
 
