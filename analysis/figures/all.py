@@ -41,7 +41,14 @@ STUDY_FIGURES = {
     "study_scale": scales.draw_study_scale,
 }
 # figures that are not about the chosen partition alone
-OF_ALL_NODES = ("pareto", "training", "gradient_scale", "variability", "gradient_norm")
+OF_ALL_NODES = (
+    "pareto",
+    "timeline",
+    "training",
+    "gradient_scale",
+    "variability",
+    "gradient_norm",
+)
 
 
 class Figures(NamedTuple):
@@ -60,7 +67,7 @@ class Figures(NamedTuple):
 
 
 def draw_all(run: RunContents) -> Figures:
-    """Draw every figure that has data; only the Pareto front shows all of several partitions."""
+    """Draw every figure that has data, those outside `OF_ALL_NODES` for the chosen partition."""
     figures = Figures([], [], _scaling(run))
     run = run.in_figures()
     chosen_only = run.of_chosen_partition()
@@ -70,7 +77,7 @@ def draw_all(run: RunContents) -> Figures:
             # both figures share one prediction, so that its models are fitted once
             result = attempt(name, draw, chosen_only, figures.scaling)
         else:
-            result = attempt(name, draw, run if name == "pareto" else chosen_only)
+            result = attempt(name, draw, run if name in OF_ALL_NODES else chosen_only)
         if partition and name not in OF_ALL_NODES and isinstance(result, Drawing):
             shown = f"Shown is partition {partition}, the chosen one."
             result = result._replace(caption=f"{shown} {result.caption}")

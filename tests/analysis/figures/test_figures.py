@@ -238,7 +238,7 @@ def test_all_figures_but_the_front_show_the_chosen_one_of_several_partitions(run
 def test_the_front_shows_each_of_several_partitions_and_other_figures_name_the_chosen_one(
     run: RunContents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    some = {name: FIGURES[name] for name in ("epoch_time", "pareto", "memory", "gradient_scale")}
+    some = {name: FIGURES[name] for name in ("epoch_time", "pareto", "timeline", "memory", "gradient_scale")}
     monkeypatch.setattr("tula_hpc.analysis.figures.all.FIGURES", some)
     drawings = {drawing.name: drawing for drawing in draw_all(of_two_partitions(run)).drawings}
     naming = {name for name, drawing in drawings.items() if drawing.caption.startswith("Shown is partition a, ")}
