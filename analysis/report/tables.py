@@ -310,8 +310,10 @@ def failure_table(measurements: Iterable[Measurement]) -> TextTable:
     rows: list[tuple[str, ...]] = []
     for item in ends(failed):
         reason = str(item.failure or UNKNOWN)
-        configuration = str(item.configuration)
-        rows.append((configuration, item.status, reason, cut(item.detail), item.job_id))
+        where = f" on {item.partition}" if item.partition else ""
+        rows.append(
+            (f"{item.configuration}{where}", item.status, reason, cut(item.detail), item.job_id)
+        )
     _count_rest(rows, len(failed), "more in profile/*.jsonl")
     return TextTable(("configuration", "status", "reason", "detail", "job"), rows)
 

@@ -34,7 +34,8 @@ def assumptions(run: RunContents) -> list[str]:
     if run.plan is None:
         return []
     outdated = _outdated_notes(run)
-    notes = [as_sentence(note) for note in run.plan.notes if note not in outdated]
+    names = _partitions(run)
+    notes = [as_sentence(note, names) for note in run.plan.notes if note not in outdated]
     return [*critical_batch_sentences(run.plan), *notes]
 
 
@@ -55,9 +56,7 @@ def _outdated_notes(run: RunContents) -> set[str]:
 def doubts(run: RunContents) -> list[Doubt]:
     """List everything that limits how far the numbers can be trusted."""
     known = run.plan.doubts if run.plan else _doubts_before_plan(run)
-    names = {item.partition for item in run.measurements}
-    if run.cluster:
-        names.update(run.cluster.part_names())
+    names = _partitions(run)
     found = [Doubt(as_sentence(doubt.text, names), doubt.remedy) for doubt in known]
     return [
         *found,
@@ -66,6 +65,13 @@ def doubts(run: RunContents) -> list[Doubt]:
         *Remedy.CHANGE.doubts(_about_training(run)),
         *Remedy.KNOW.doubts(run.notes),
     ]
+
+
+def _partitions(run: RunContents) -> set[str]:
+    names = {item.partition for item in run.measurements}
+    if run.cluster:
+        names.update(run.cluster.part_names())
+    return names
 
 
 def _doubts_before_plan(run: RunContents) -> list[Doubt]:

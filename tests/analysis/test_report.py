@@ -38,6 +38,7 @@ from tula_hpc.analysis.report.page import MOST_WARNINGS, write_report
 from tula_hpc.analysis.report.tables import (
     SUMMARY_COLUMNS,
     candidate_table,
+    failure_table,
     model_tables,
     summary_cells,
     summary_rows,
@@ -487,6 +488,15 @@ def test_candidates_of_several_partitions_say_which(tmp_path: Path) -> None:
     assert len(set(measured.values())) == len(measured) == 2
     alone = made.model_copy(update={"candidates": [candidate(where) for where in configurations()]})
     assert "partition" not in candidate_table(alone, []).columns
+
+
+def test_failures_and_assumptions_of_several_partitions_say_which(tmp_path: Path) -> None:
+    contents = read_run(of_two_partitions(tmp_path / "run"))
+    failures = [oom(Configuration(1, 1, 512)).model_copy(update={"partition": name}) for name in "ab"]
+    assert [row[0] for row in failure_table(failures).rows] == [f"N=1 b=512 (B=512) on {name}" for name in "ab"]
+    notes = ["a: its price is a guess", "starts are assumed"]
+    made = known(contents.plan).model_copy(update={"notes": notes})
+    assert assumptions(contents._replace(plan=made)) == ["a: its price is a guess.", "Starts are assumed."]
 
 
 def test_profiling_on_several_partitions_is_priced_on_each(tmp_path: Path) -> None:
