@@ -460,6 +460,16 @@ def test_the_error_without_slurms_configuration_says_where_to_go(commands: Path)
             "partition and account",
         ),
         ("Batch job submission failed: Invalid feature specification", "constraint"),
+        (
+            "Batch job submission failed: Requested time limit is invalid (missing or exceeds some limit)",
+            "profile_minutes and train_minutes",
+        ),
+        ("Batch job submission failed: Node count specification invalid", "max_nodes"),
+        (
+            "Batch job submission failed: More processors requested than permitted",
+            "workers_per_node and cpus_per_worker",
+        ),
+        ("Memory specification can not be satisfied", "memory_gb"),
     ],
 )
 def test_a_refusal_names_the_key_that_it_is_about(commands: Path, complaint: str, keys: str) -> None:

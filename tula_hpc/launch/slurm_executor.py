@@ -77,6 +77,10 @@ REFUSED_KEYS = {
     "feature": "constraint",
     "generic resource": "gres",
     "reservation": "reservation",
+    "time limit": "profile_minutes and train_minutes",
+    "node count": "max_nodes",
+    "processors": "workers_per_node and cpus_per_worker",
+    "memory specification": "memory_gb",
 }
 NO_SUCH_NODE = "Requested node configuration is not available"
 # explanation of a job that is too large for the nodes that are up
