@@ -340,7 +340,7 @@ class Law(NamedTuple):
         if self.additive:
             share = 0.0
             norm = sync
-            by_hidden = np.zeros_like(sync)
+            by_hidden = np.ones_like(sync)
             by_sync = np.ones_like(sync)
         else:
             norm, by_hidden, by_sync = _norm(share * compute, sync, OVERLAP_NORM)
