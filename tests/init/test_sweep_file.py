@@ -106,8 +106,18 @@ def train(
 ): ...
 app()
 """
+TYPER_RUN = """
+import typer
+def train(data: str, batch_size: int = 16, epochs: int = 3): ...
+typer.run(train)
+"""
 HUGGING_FACE = """
 from transformers import HfArgumentParser, TrainingArguments, Trainer
+@dataclass
+class Own:
+    model_name_or_path: str = field(metadata={"help": "weights to begin with"})
+    width: int = field(default=256, metadata={"help": "of the network"})
+    layers: list = field(default_factory=list)
 options = HfArgumentParser((Own, TrainingArguments)).parse_args_into_dataclasses()
 """
 LIGHTNING_CLI = """
@@ -338,6 +348,11 @@ def test_arguments_of_a_run_that_a_file_lacks_are_added_and_no_more_required(com
     assert with_arguments(whole, ["pictures", *used[:-2]]) == (whole, [])
     # an option by its short name, next to a value that belongs to another one
     names = {"-b": "--batch-size", "-o": "--out", "-s": "--seed"}
+    for used in (["-o", "x"], ["-o=x"], ["--out=x"]):
+        assert required_arguments(with_arguments(text, used, names)[0]) == ["data"]
+    # or one that the user has added
+    by_hand = text.replace('["--batch-size"', '["--out", "data", "--batch-size"')
+    assert required_arguments(with_arguments(by_hand, ["--out", "data"])[0]) == ["data"]
     short = ["-b", "{global_batch}", "-o", "y", "-s", "7"]
     assert with_arguments(whole, short, names) == (whole, [])
 
@@ -681,6 +696,11 @@ def next_lines(tmp_path: Path, script: str, capsys: pytest.CaptureFixture[str]) 
         (SUBCOMMANDS, "train.py train --bs 32 --epochs 100 --data DATA"),
         (CLICK_GROUP, "train.py fit --bs 32 --epochs 100 --data DATA"),
         (TYPER_COMMANDS, "train.py train-it --bs 16 --epochs 100 DATA"),
+        (TYPER_RUN, "train.py --batch-size 16 --epochs 100 DATA"),
+        (
+            HUGGING_FACE,
+            "train.py --per_device_train_batch_size 8 --num_train_epochs 100 --model-name-or-path MODEL_NAME_OR_PATH",
+        ),
         (TYPER_ANNOTATED, "train.py 64 --epochs 100 --data DATA --out OUT"),
         # its function gets the arguments that are left, which are no option
         (ABSL, "train.py --batch_size 128 --max_epochs 100"),
@@ -693,6 +713,8 @@ def next_lines(tmp_path: Path, script: str, capsys: pytest.CaptureFixture[str]) 
         "subcommands",
         "click group",
         "typer commands",
+        "typer without commands",
+        "hugging-face",
         "typer with annotations",
         "absl",
     ],

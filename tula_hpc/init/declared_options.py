@@ -199,12 +199,13 @@ def makers_in(tree: ast.Module) -> set[str]:
 def _made(tree: ast.Module, makers: set[str]) -> Iterator[Option]:
     """Yield the parameters and fields from which a call or a decorator makes options."""
     constants = constants_of(tree)
+    is_typer = "typer" in imported_by(tree)
     # without click's commands, whose options `_of_calls` finds
     commands: dict[str, str | None] = {**dict.fromkeys(makers, ""), **_commands_of_typer(tree)}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name in commands:
             command = commands[node.name]
-            for option in _parameters(node.args, constants, is_typer=node.name not in makers):
+            for option in _parameters(node.args, constants, is_typer=is_typer):
                 yield option._replace(command=command or "", is_before=command is None)
         elif isinstance(node, ast.ClassDef) and node.name in makers:
             for field in node.body:
@@ -267,7 +268,8 @@ def _of_name(
         help_text = value_of(keywords.get("help"), constants)
         if call is value:
             value = keywords.get("default", call.args[0] if call.args else None)
-            is_required = isinstance(value, ast.Constant) and value.value is ...
+            is_required = value is None and "default_factory" not in keywords
+            is_required |= isinstance(value, ast.Constant) and value.value is ...
     flags = [flag.partition("/")[0] for flag in flags] or [f"--{name.replace('_', '-')}"]
     default = value_of(value, constants)
     return Option(

@@ -453,13 +453,15 @@ def with_arguments(
     # positional arguments of the file, whose places among the others the run shows
     pairs = list(zip(["", *known], known, strict=False))
     moved = [word for before, word in pairs if word in added and not before.startswith("-")]
-    if len(moved) == len(added):
-        return text, []
-    kept = [word for before, word in pairs if word not in moved or before.startswith("-")]
-    arguments = json.dumps([*added, *kept], ensure_ascii=False)
-    text = text[: line.start(1)] + arguments + text[line.end(1) :]
-    required = [name for name in required_arguments(text) if not name.startswith("-")]
-    for name in (*added, *required[:unnamed]):
+    if len(moved) < len(added):
+        kept = [word for before, word in pairs if word not in moved or before.startswith("-")]
+        arguments = json.dumps([*added, *kept], ensure_ascii=False)
+        text = text[: line.start(1)] + arguments + text[line.end(1) :]
+    required = required_arguments(text)
+    has = [name for name in required if not name.startswith("-")][:unnamed]
+    given = named.union(map(name_of, added))
+    has += [name for name in required if name.startswith("-") and name_of(name) in given]
+    for name in has:
         text = re.sub(rf"^# arguments = .*requires {re.escape(name)};.*\n", "", text, flags=re.M)
     return text, [word for word in added if word not in moved]
 
