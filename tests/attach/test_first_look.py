@@ -498,7 +498,7 @@ def test_without_a_sweep_file_the_message_says_where_to_choose_the_model_that_co
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("misbehaving.py takes 2 batches of its loader for a step of Linear")
     key = 'set workload.counted_model = "Linear" in a sweep file, which tula init --script writes'
-    assert f", {key}, and name that file by --into; its output: " in done.stderr
+    assert f": {key}, and name that file by --into; its output: " in done.stderr
 
 
 def test_training_on_another_device_is_refused_with_both_remedies(tmp_path: Path) -> None:
