@@ -21,7 +21,8 @@ from tula_hpc.formatting import format_number, format_percent, format_score, in_
 from tula_hpc.records import EpochMetrics, Event, Metrics, RunHistory, StepMetrics
 
 EVENT_NAMES = {
-    "preempted": "preempted",
+    # by a preemption or a time limit
+    "preempted": "stopped",
     "resumed": "restarted",
     "oom": "out of memory",
     "fell_back": "fell back",

@@ -608,8 +608,11 @@ def detached(root: Path, cluster: FakeSlurm, alive: dict[str, tuple[str, str]]) 
 
 def test_a_controller_will_act_on_what_is_over(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = detached(tmp_path / "run", cluster, {"8": ("PENDING", "Dependency")})
+    # of the controller before it
+    (run.root / ".lock").write_text("process 5 on another-host")
     run_status = status.status_of(run.root)
     assert (run_status.state, run_status.exit_code) == ("waiting", 0)
+    assert "cannot be seen" not in text_of(run_status)
     assert "over, not yet acted on: controller job 8 will" in text_of(run_status)
     assert run_status.detached is not None
     assert (run_status.detached.job_id, run_status.detached.until) == ("8", "report")
@@ -621,8 +624,10 @@ def test_a_controller_will_act_on_what_is_over(tmp_path: Path, cluster: FakeSlur
 
 def test_where_the_controllers_are_over_the_jobs_that_run_need_the_command(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = detached(tmp_path / "run", cluster, {"7": ("RUNNING", "")})
+    (run.root / ".lock").write_text("process 5 on another-host")
     run_status = status.status_of(run.root)
     assert run_status.state == "running"
+    assert "whether it is at work cannot be seen from this machine" in text_of(run_status)
     assert "its controller jobs are over, and no command waits for its end: run the same command" in run_status.words
 
 

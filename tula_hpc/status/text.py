@@ -82,8 +82,9 @@ def _wrapped(label: str, text: str, width: int) -> str:
 
 def _head(status: RunStatus) -> Iterator[LabelledLine]:
     yield "state", f"{status.state}: {status.words}"
-    # once a run is finished, it does not matter that a command's state cannot be seen
-    if status.command.alive is not None or status.state != "finished":
+    # a command's state that cannot be seen does not matter to a run that is finished or detached
+    matters = status.state != "finished" and not _is_carried_on(status)
+    if status.command.alive is not None or matters:
         yield "command", _command(status.command)
     if status.detached is not None:
         sweep = status.detached
@@ -323,10 +324,14 @@ def _stand(job: JobStatus, status: RunStatus) -> str:
     return f"waiting for {why}"
 
 
+def _is_carried_on(status: RunStatus) -> bool:
+    on_duty = (JobPhase.WAITING, JobPhase.RUNNING)
+    return status.detached is not None and status.detached.phase in on_duty
+
+
 def _who_acts(status: RunStatus) -> str:
-    control = status.detached
-    if control is not None and control.phase in (JobPhase.WAITING, JobPhase.RUNNING):
-        return f"controller job {control.job_id} will"
+    if status.detached is not None and _is_carried_on(status):
+        return f"controller job {status.detached.job_id} will"
     if status.command.alive:
         return "the command at work will"
     return "run the same command again"

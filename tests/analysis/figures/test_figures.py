@@ -698,9 +698,9 @@ def test_training_holds_the_logged_epochs(run: RunContents, drawings: dict[str, 
     assert [float(row["train_loss"]) for row in table] == [item.train_loss for item in epochs]
 
 
-def test_a_preemption_is_marked_where_it_happened(run: RunContents) -> None:
+def test_a_stop_is_marked_where_it_happened(run: RunContents) -> None:
     marks = list(training_marks(run.trainings[0].metrics, run.events))
-    assert [mark.what for mark in marks] == ["preempted", "restarted"]
+    assert [mark.what for mark in marks] == ["stopped", "restarted"]
     assert [mark.epoch for mark in marks] == pytest.approx([6.4, 6.4], abs=0.05)
 
 
