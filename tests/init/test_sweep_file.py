@@ -635,7 +635,7 @@ def test_without_slurm_both_files_are_for_this_machine(
     assert main([str(tmp_path / "cluster.toml"), "--script", str(tmp_path / "train.py")]) == 0
     out = capsys.readouterr().out
     assert "this machine with its 3 cores, since no Slurm is set up here" in out
-    assert "No option for the batch" in out
+    assert "No option for the batch was found in train.py; if it has one, run it with that by tula attach; " in out
     assert "train.py does not seem to save its model, which would be lost at its end." in out
     assert "DistributedDataParallel" in out
     required = ["workload.arguments=['{local_batch}']", "workload.samples=900", "workload.epochs=9"]
@@ -788,6 +788,13 @@ def test_usual_names_of_a_batch_are_known(tmp_path: Path, name: str) -> None:
     found = read_options(script)
     assert (known(found.batch).default, found.is_global) == (48, False)
     assert known(found.accumulation).flag == "--grad_acc_steps"
+
+
+def test_the_batch_of_a_device_goes_before_that_of_all(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("".join(f"p.add_argument('--{name}-batch-size', default=8)\n" for name in ("total", "device")))
+    found = read_options(script)
+    assert (known(found.batch).flag, found.is_global) == ("--device-batch-size", False)
 
 
 def test_options_that_another_module_of_the_script_declares_are_found(tmp_path: Path) -> None:

@@ -215,8 +215,8 @@ def _notes(cluster: _Cluster, script: Script | None) -> Iterator[str]:
         return
     if script.options.batch is None:
         yield (
-            f"No option for the batch was found in {script.path.name}; the script needs one, or a "
-            "file of settings for each batch."
+            f"No option for the batch was found in {script.path.name}; if it has one, run it with "
+            "that by tula attach; else it needs one, or a file of settings for each batch."
         )
     if not script.options.saves:
         yield f"{script.path.name} does not seem to save its model, which would be lost at its end."

@@ -116,7 +116,7 @@ _ROLES = {
     r"|load_checkpoint|restore(?:_from)?|continue_from",
 }
 # names of a batch for one forward pass; preferred to a batch that is cut into several passes
-_OF_ONE_PASS = re.compile(r"per_|pergpu|micro|local")
+_OF_ONE_PASS = re.compile(r"per_|pergpu|micro|local|device")
 # names of the number of environments, or of all their steps; and of those between two updates
 _OF_ROLLOUTS = re.compile(r"total_?time_?steps|(?:num|n)_?envs")
 _OF_A_ROLLOUT = re.compile(r"(?:num|n)_?steps")

@@ -138,7 +138,7 @@ def _arguments(options: ScriptOptions) -> Iterator[KeyLine]:
     batch = options.batch
     if batch is None:
         comment = (
-            "the script has no option for its batch; if a file of settings has it, write one for "
+            "no option for the batch was found; if a file of settings has it, write one for "
             f"each batch and name it, as in batch-{{local_batch}}.yaml: {UNKNOWN}"
         )
         yield KeyLine("arguments", ["--batch-size", "{local_batch}"], comment, asked=True)
