@@ -114,14 +114,16 @@ def _training(
             took.setdefault(one.job_id, []).append(one.elapsed_s)
     worked_s = sum(one.result.wall_time_s for one in mine if one.result)
     for job_id, job_signs in of_job.items():
-        groups = _runs(job_signs)
         known = took.get(job_id, [])
+        groups = _runs(job_signs, len(known))
         elapsed: Sequence[float | None] = known if len(known) == len(groups) else ()
         waiting_since = submitted.get(job_id)
         for run_signs, seconds in zip_longest(groups, elapsed):
             usual = worked_s if len(groups) == len(submitted) == 1 else None
             begin = _begin(run_signs, seconds or usual, waiting_since)
             last = next((one for one in run_signs if one.kind in STOPS), None)
+            if last is None and seconds:
+                last = Sign(begin + seconds, "stopped", "killed", job_id)
             end = max(begin, (last or run_signs[-1]).time)
             if waiting_since is not None:
                 yield Stretch(row, job_id, "waiting", waiting_since, begin)
@@ -147,17 +149,26 @@ def _last_known(job: Submission, signs: Sequence[Sign], logged_at: float) -> lis
     return [Sign(known, "stopped", "", job.job_id)] if known > job.submitted_at else []
 
 
-def _runs(signs: Iterable[Sign]) -> list[list[Sign]]:
-    """Split the signs of a job into its runs: the next run begins with "resumed" after a stop."""
+def _runs(signs: Iterable[Sign], known: int) -> list[list[Sign]]:
+    """Split the signs of a job into its runs, of which accounting knows the length of `known`.
+
+    Each but the first begins with "resumed". A run that was killed gave no sign of its end: without
+    its length it is taken together with the next one.
+    """
     groups: list[list[Sign]] = []
-    has_stopped = True
     for sign in signs:
-        if not groups or (sign.kind == "resumed" and has_stopped):
+        if not groups or sign.kind == "resumed":
             groups.append([])
-            has_stopped = False
         groups[-1].append(sign)
-        has_stopped = has_stopped or sign.kind in STOPS
-    return groups
+    if len(groups) == known:
+        return groups
+    merged: list[list[Sign]] = []
+    for group in groups:
+        if merged and not any(sign.kind in STOPS for sign in merged[-1]):
+            merged[-1] += group
+        else:
+            merged.append(group)
+    return merged
 
 
 def _begin(signs: Sequence[Sign], elapsed_s: float | None, waiting_since: float | None) -> float:

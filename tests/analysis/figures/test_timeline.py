@@ -56,6 +56,18 @@ def test_a_preempted_training_waits_runs_waits_and_runs(base: RunContents) -> No
     ]
 
 
+def test_a_run_that_was_killed_ends_when_accounting_says(base: RunContents) -> None:
+    killed = [*EVENTS[:5], event(170.0, "resumed", began_at=160.0), event(300.0, "resumed", began_at=290.0)]
+    events = [*killed, event(350.0, "finished"), event(355.0, "ended", label="main")]
+    lengths = {"as signs": [71.0, 60.0, 60.0], "not as signs": [71.0, 60.0], "none": []}
+    ends = {"as signs": [130.0, 220.0, 350.0], "not as signs": [130.0, 350.0], "none": [130.0, 350.0]}
+    for case, elapsed in lengths.items():
+        accounts = [account("2", seconds) for seconds in elapsed]
+        found = [one for one in stretches(base._replace(events=events, accounts=accounts)) if one.kind == "training"]
+        assert [one.end for one in found] == ends[case]
+        assert [one.is_interrupted for one in found] == [True] * (len(found) - 1) + [False]
+
+
 def test_without_accounting_a_run_begins_at_its_first_sign(base: RunContents) -> None:
     found = [one for one in stretches(base._replace(accounts=[])) if one.kind == "training"]
     assert [(one.begin, one.end) for one in found] == [(50.0, 130.0), (170.0, 250.0)]
