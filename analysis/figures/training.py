@@ -190,7 +190,7 @@ def draw_marks(panels: Sequence[Axes], marks: Sequence[Mark]) -> None:
 def _merged(marks: Sequence[Mark], width: float) -> list[tuple[float, str]]:
     """Merge marks closer than `width`, in epochs; a merged mark has each name once."""
     groups: list[tuple[float, list[str]]] = []
-    for mark in sorted(marks):
+    for mark in sorted(marks, key=lambda mark: mark.epoch):
         if not groups or mark.epoch - groups[-1][0] > width:
             groups.append((mark.epoch, []))
         if mark.what not in groups[-1][1]:

@@ -698,10 +698,12 @@ def test_training_holds_the_logged_epochs(run: RunContents, drawings: dict[str, 
     assert [float(row["train_loss"]) for row in table] == [item.train_loss for item in epochs]
 
 
-def test_a_stop_is_marked_where_it_happened(run: RunContents) -> None:
+def test_a_stop_is_marked_where_it_happened(run: RunContents, drawings: dict[str, Drawing]) -> None:
     marks = list(training_marks(run.trainings[0].metrics, run.events))
     assert [mark.what for mark in marks] == ["stopped", "restarted"]
     assert [mark.epoch for mark in marks] == pytest.approx([6.4, 6.4], abs=0.05)
+    panel = drawings["training"].figure.axes[0]
+    assert "stopped, restarted" in [text.get_text() for text in panel.texts]
 
 
 def test_events_of_unknown_place_are_not_marked(run: RunContents) -> None:
