@@ -191,9 +191,9 @@ class FittedLaw(NamedTuple):
 def choose_form(
     rows: Rows, wanted: FormName, belief: Belief, storage_decides: bool = False
 ) -> FittedLaw:
-    """Fit the wanted form; "auto" also fits the collective's shape.
+    """Fit the wanted form; "auto" also fits the collective's shape, and "paper" is the plain sum.
 
-    A floor, and storage that all nodes share, are fitted only if they make the fit clearly better;
+    Otherwise a floor, and storage that all nodes share, are fitted only if they make the fit clearly better;
     storage also if it is known to decide.
     """
     fit = partial(_fit_form, rows, wanted, belief)
@@ -204,7 +204,7 @@ def choose_form(
     if storage_decides and wanted != "paper" and len(sizes) > 1:
         return fit(noise=found.noise, near=stored)
     # a smaller misfit leaves no room for another term to be clearly better
-    if wanted != "auto" or found.misfit < BETTER_BY + 2.0:
+    if wanted == "paper" or found.misfit < BETTER_BY + 2.0:
         return found
     others = []
     if len(np.unique(rows.batch[rows.kind != terms.ALLREDUCE])) >= FLOOR_BATCHES:

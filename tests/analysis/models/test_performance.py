@@ -585,6 +585,14 @@ def test_storage_that_all_share_is_extrapolated_over_the_nodes() -> None:
     assert "storage_s" not in StepTimeModel().fit(nodes, batch, without).parameters_
 
 
+@pytest.mark.parametrize("form", ["parameter_server", "double_tree"])
+def test_a_named_collective_says_nothing_against_shared_storage(form: FormName) -> None:
+    nodes, batch = table([1.0, 2.0, 4.0, 8.0, 16.0], [32.0, 64.0, 128.0])
+    model = StepTimeModel(form).fit(nodes, batch, 0.001 * nodes * batch)
+    assert model.parameters_["storage_s"] == pytest.approx(0.001, rel=0.01)
+    assert model.predict(nodes, batch) == pytest.approx(0.001 * nodes * batch, rel=0.05)
+
+
 @pytest.mark.parametrize("megabytes", [None, 100.0])
 def test_a_network_that_was_not_measured_is_as_uncertain_as_networks_are(megabytes: float | None) -> None:
     nodes, batch = table([1.0], [16.0, 64.0])
