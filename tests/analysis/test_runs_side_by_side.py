@@ -12,7 +12,7 @@ from tests.study_factory import make_study
 from tula_hpc.analysis.figures.drawing import Drawing
 from tula_hpc.analysis.figures.run_curves import RunCurve, draw_run_curves, falling
 from tula_hpc.analysis.report.__main__ import main
-from tula_hpc.analysis.report.several.runs_page import read_runs, runs_table
+from tula_hpc.analysis.report.several.runs_page import differences, read_runs, runs_table
 from tula_hpc.errors import InputError
 from tula_hpc.records import Interval, RunDirectory
 
@@ -85,6 +85,21 @@ def test_the_table_has_a_column_for_each_run_and_no_empty_row(runs: list[RunDire
     score = next(row for row in table.rows if row[0] == "score")
     assert score[1].endswith("test accuracy")
     assert score[2:] == ("–", "–")
+
+
+def test_differing_settings_are_the_users_own_and_hold_no_secret(tmp_path: Path) -> None:
+    made = [make_run(tmp_path / name, stage="profile") for name in ("plain", "other")]
+    # keys come before the first table
+    hidden = 'on_event = "curl https://ntfy.sh/my-topic"\nsetup = ["export TOKEN=my-topic"]\n'
+    own = (
+        '[environment]\nTOKEN = "my-topic"\n[[partitions]]\npartition = "gpu"\npricing = { usd_per_node_hour = 2.0 }\n'
+    )
+    made[1].cluster_file.write_text(f"{hidden}{made[1].cluster_file.read_text()}{own}")
+    table = differences(read_runs(made))
+    assert table.columns == ("setting", "plain", "other")
+    found = {setting: value for setting, _, value in table.rows}
+    assert found["cluster.partitions"] == '[{"partition": "gpu", "pricing": {"usd_per_node_hour": 2.0}}]'
+    assert "my-topic" not in str(table.rows)
 
 
 def test_runs_of_one_name_are_distinguished(runs: list[RunDirectory], tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from tula_hpc.analysis.report.page import shared_content
 from tula_hpc.analysis.report.tables import TextTable, format_interval
 from tula_hpc.analysis.run_contents import RunContents
 from tula_hpc.config import SweepSpec, leaves
+from tula_hpc.config.validation import HIDDEN
 from tula_hpc.errors import InputError
 from tula_hpc.files import loaded_elsewhere
 from tula_hpc.formatting import UNKNOWN, format_duration, format_money, format_score
@@ -203,13 +204,12 @@ def differences(named: Sequence[RunContents]) -> TextTable:
 def _settings(run: RunContents) -> dict[str, str]:
     tables: dict[str, Any] = {}
     if run.sweep:
-        tables |= run.sweep.model_dump(mode="json")
+        tables |= run.sweep.model_dump(mode="json", exclude_none=True)
     if run.cluster:
-        # settings of the environment do not belong in a report
-        own = {"environment", "sbatch", "setup"}
-        tables["cluster"] = run.cluster.model_dump(mode="json", exclude=own)
+        # reports are mailed, so that what may be secret is left out
+        secret = {*HIDDEN, "sbatch"}
+        tables["cluster"] = run.cluster.model_dump(mode="json", exclude=secret, exclude_none=True)
     found = {}
     for key, value in leaves(tables):
-        if value is not None:
-            found[key] = value if isinstance(value, str) else json.dumps(value)
+        found[key] = value if isinstance(value, str) else json.dumps(value)
     return found
