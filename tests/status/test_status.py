@@ -348,6 +348,9 @@ def test_a_reason_of_another_release_is_passed_on_as_it_is(tmp_path: Path, clust
     submit(run, "7")
     cluster.jobs = {"7": ("PENDING", "SomethingNew")}
     assert "waiting for SomethingNew;" in text_of(status.status_of(run.root))
+    # Slurm has no reason for a job that it has just taken
+    cluster.jobs = {"7": ("PENDING", "None")}
+    assert "waiting: not looked at by the scheduler yet;" in text_of(status.status_of(run.root))
 
 
 def test_a_job_that_can_never_start_is_not_going_well(tmp_path: Path, cluster: FakeSlurm) -> None:

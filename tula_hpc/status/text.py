@@ -314,14 +314,12 @@ def _stand(job: JobStatus, status: RunStatus) -> str:
     if job.kind == "guard" and not job.stuck:
         return "waiting in case the controller job is killed"
     # Slurm calls it "None" if there is no reason
-    why = "" if job.reason == "None" else job.reason
+    why = "waiting" if job.reason in ("", "None") else f"waiting for {job.reason}"
     if job.waits_for:
-        why = f"{why}: {job.waits_for}".removeprefix(": ")
-    if not why:
-        return "waiting"
+        why += f": {job.waits_for}"
     if job.stuck:
         why += "; THIS DOES NOT GO AWAY BY ITSELF"
-    return f"waiting for {why}"
+    return why
 
 
 def _is_carried_on(status: RunStatus) -> bool:
