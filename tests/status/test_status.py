@@ -1069,6 +1069,9 @@ def test_a_training_under_way_is_shown_with_all_its_marks(tmp_path: Path, cluste
     assert (training.stand, training.restarts, training.test_epoch) == ("running", 2, 5)
     assert training.checkpoint_age_s == pytest.approx(120, abs=30)
     assert 0 < (training.share or 0) < 0.25
+    cluster.jobs = {"30": ("PENDING", "Priority")}
+    assert known(status.status_of(run.root).training).drift == "", "a job that waits takes no steps"
+    cluster.jobs = {"30": ("RUNNING", "None")}
     run.log_event("drifted", "train", job_id="30", data={"of": "another release"})
     assert status.status_of(run.root).training is not None
     text = text_of(run_status)

@@ -89,17 +89,19 @@ def _status(facts: Facts, label: str, jobs: Sequence[JobStatus]) -> TrainingStat
     if facts.spec:
         epochs = facts.spec.workload.epochs
     restart = facts.history.last_restart(label)
+    stand = _stand(files, jobs)
     known: dict[str, object] = {
         "label": label,
-        "stand": _stand(files, jobs),
+        "stand": stand,
         "job_id": jobs[-1].job_id if jobs else "",
         "jobs": len(jobs),
         "epochs": epochs,
         "restarts": facts.history.restarts(label),
         "fallbacks": facts.history.fallbacks(label),
         "passed_over": restart.passed_over if restart else "",
-        "drift": describe_drift(facts.history.of_training(label)),
     }
+    if stand in ("running", "unknown"):
+        known["drift"] = describe_drift(facts.history.of_training(label))
     if files is not None:
         if files.checkpoint_at is not None:
             known["checkpoint_age_s"] = max(0.0, facts.now - files.checkpoint_at)
@@ -109,14 +111,14 @@ def _status(facts: Facts, label: str, jobs: Sequence[JobStatus]) -> TrainingStat
         if files.result:
             known |= _ended(files.result, epochs)
         else:
-            steps = _kept_steps(files, restart, _stand(files, jobs))
+            steps = _kept_steps(files, restart, stand)
             known |= _under_way(files, steps, epochs)
         # a diverged training does not go on, and one that starts over has all its steps left
         has_diverged = bool(jobs) and jobs[-1].failure is Failure.DIVERGED
-        starts_over = known["starts_over"] and known["stand"] in ("waiting", "failed", "over")
+        starts_over = known["starts_over"] and stand in ("waiting", "failed", "over")
         if has_diverged or starts_over:
             known["left_s"] = None
-            if known["stand"] == "waiting":
+            if stand == "waiting":
                 known |= {"epoch": 0.0, "share": 0.0, "step": 0, "samples_seen": 0}
     return TrainingStatus.model_validate(known)
 
