@@ -19,7 +19,7 @@ from submitit.slurm import slurm as submitit_slurm
 
 from tests.forked_jobs import forking_jobs
 from tests.known import known
-from tula_hpc.config import ClusterSpec
+from tula_hpc.config import ClusterSpec, SweepSpec, load_cluster
 from tula_hpc.env import outside_of_job
 from tula_hpc.errors import LaunchError, RefusedError, SubmitLimitError
 from tula_hpc.failure_kinds import Failure
@@ -31,6 +31,7 @@ from tula_hpc.launch.slurm_executor import SBATCH_S, could_start, requeue_if_kil
 from tula_hpc.records import Event, RunDirectory, append_record
 from tula_hpc.records.events import CONTROL, GUARD
 from tula_hpc.retry_policy import CONTROL_MINUTES
+from tula_hpc.stages.context import Sweep
 
 
 def touch(path: Path, error: bool = False) -> Callable[[], None]:
@@ -359,6 +360,22 @@ def test_a_refusal_names_the_hosts_that_were_left_out(tmp_path: Path, monkeypatc
     assert there.run.events()[-1].detail.startswith(
         "train: the scheduler refused the job: no such nodes; nodes with broken"
     )
+
+
+def test_a_refusal_names_the_partition_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    run.cluster_file.write_text(
+        'executor = "slurm"\n[[partitions]]\npartition = "cpu"\n[[partitions]]\npartition = "gpu"\n'
+    )
+    sweep = Sweep(SweepSpec(name="x"), load_cluster(run.cluster_file), run)
+
+    def refuse(*_: object) -> None:
+        raise RefusedError("the scheduler refused the job")
+
+    monkeypatch.setattr(Launcher, "_submit_array", refuse)
+    with pytest.raises(RefusedError, match=r"^partition gpu: the scheduler refused the job$"):
+        sweep.on("gpu").launcher.submit([touch(tmp_path / "x")], stage="train", nodes=1, minutes=9)
+    assert run.events()[-1].detail == "train: partition gpu: the scheduler refused the job"
 
 
 def test_where_arrays_are_refused_jobs_are_submitted_one_by_one_and_as_many_run(

@@ -119,7 +119,8 @@ class Launcher:
 
     Logs and pickles go to the slurm/ folder of `run`. `name` is the base of the jobs' names, unique
     to the sweep. If `detached`, it raises `StillRunningError` instead of waiting. The folders of
-    the workload `work` are mounted if jobs run in a container.
+    the workload `work` are mounted if jobs run in a container. `partition` is the name of `cluster`
+    if it is one partition of a larger cluster.
     """
 
     def __init__(
@@ -130,11 +131,13 @@ class Launcher:
         *,
         detached: bool = False,
         work: WorkloadSpec | None = None,
+        partition: str = "",
     ) -> None:
         self.cluster = cluster
         self.run = run
         self.name = name
         self.detached = detached
+        self.partition = partition
         folders = folders_of(work) if cluster.container and work else NO_FOLDERS
         self.executor = EXECUTORS[cluster.executor](cluster, folders)
         # what was said about the limit that the present submission waits for
@@ -169,19 +172,20 @@ class Launcher:
         try:
             return self._submit_in_pieces(todo, request, patient)
         except RefusedError as refusal:
-            error = self._with_avoided(refusal, stage)
+            where = f"partition {self.partition}: " if self.partition else ""
+            error = type(refusal)(f"{where}{self._with_avoided(refusal, stage)}")
             if patient:
                 self.run.log_event("failed", stage, detail=f"{stage}: {error}"[:2000])
             raise error from None
 
-    def _with_avoided(self, error: RefusedError, stage: str) -> RefusedError:
+    def _with_avoided(self, error: RefusedError, stage: str) -> str:
         """Add to a refusal the hosts that were left out, which may be the reason."""
         avoided = self.avoided(stage)
         if not avoided or isinstance(error, SubmitLimitError):
-            return error
+            return str(error)
         again = time.strftime("%Y-%m-%d %H:%M", time.localtime(min(each.until for each in avoided)))
         excluded = f"nodes with broken devices are left out: {list_hosts(avoided)}"
-        return RefusedError(f"{error}; {excluded}; the first is tried again from {again} on")
+        return f"{error}; {excluded}; the first is tried again from {again} on"
 
     def avoided(self, stage: str) -> list[BrokenHost]:
         """Return the hosts that jobs of this stage must avoid because a device failed there."""

@@ -181,8 +181,14 @@ class Sweep(NamedTuple):
     @property
     def launcher(self) -> Launcher:
         """Return the launcher of this sweep; its job names are unique among the user's sweeps."""
-        work, name = self.spec.workload, self.spec.job_name
-        return Launcher(self.cluster, self.run, name, detached=self.detached, work=work)
+        return Launcher(
+            self.cluster,
+            self.run,
+            self.spec.job_name,
+            detached=self.detached,
+            work=self.spec.workload,
+            partition=self.partition,
+        )
 
     def command(self, *options: str) -> str:
         """Return the shell line that continues this run, with the run's own copies of the inputs.
