@@ -194,7 +194,7 @@ def test_a_training_whose_checkpoints_are_gone_is_said_to_begin_from_the_start(
 @pytest.mark.parametrize(
     ("states", "is_script", "samples", "why"),
     [
-        (["REQUEUED", "NODE_FAIL", "RUNNING"], False, 64, ", as a node failed (NODE_FAIL)"),
+        (["REQUEUED", "NODE_FAIL", "RUNNING"], False, 64, " again, as a node failed (NODE_FAIL)"),
         (["NODE_FAIL", "REQUEUED", "RUNNING"], True, 64, ""),
         (["REQUEUED"], False, 0, ""),
         (["NODE_FAIL", "REQUEUED"], False, 64, None),
@@ -222,8 +222,8 @@ def test_a_job_that_runs_again_is_reported_with_the_last_reason_and_where_it_res
     for _ in range(2):
         tick(JobsNow(1, "1 running"))
     reported = capsys.readouterr().err
-    assert reported.count(f"training: job 7 runs again{why or ''}: from a.tula at step 3\n") == (why is not None)
-    assert reported.count(" runs again") == (why is not None)
+    assert reported.count(f"training: job 7 runs{why or ''}: from a.tula at step 3\n") == (why is not None)
+    assert reported.count(" runs") == (why is not None)
 
 
 @pytest.mark.parametrize("is_kept", [False, True])

@@ -466,7 +466,8 @@ def _restarted(sweep: Sweep, last: Restart | None) -> str:
     # the notes on progress say from where the built-in training goes on
     if not why and last.samples_seen != 0 and not sweep.spec.workload.is_script:
         return ""
-    return f"job {last.job_id} runs again{f', {why}' if why else ''}: {last.from_where}"
+    # it may be a new job
+    return f"job {last.job_id} runs{f' again, {why}' if why else ''}: {last.from_where}"
 
 
 def unmatched_metric(sweep: Sweep, metrics: Metrics, *, running: bool = False) -> str:
