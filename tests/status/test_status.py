@@ -1113,6 +1113,11 @@ def test_the_tail_holds_the_last_lines_of_each_kind_and_skips_torn_ones(tmp_path
     tail = read_tail(path)
     assert [row.step for row in tail.steps] == list(range(11, 31))
     assert known(tail.epoch).epoch == 2
+    # as of a script, whose scores are read some epochs later
+    for epoch in (3, 3, 4, 4, 5, 5):
+        unscored = {**common, "epoch": epoch, "train_loss": None, "test_loss": None, "test_top5_accuracy": None}
+        append_record(path, EpochMetrics(step=30, samples_seen=1, global_batch=100, test_accuracy=None, **unscored))
+    assert known(read_tail(path).epoch).epoch == 2
 
 
 # ---- studies

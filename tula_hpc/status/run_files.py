@@ -41,8 +41,9 @@ from tula_hpc.records.training import WITHOUT_SCORES
 from tula_hpc.stages.context import jobs_of_original
 from tula_hpc.stages.plan import MADE_AGAIN, is_plan_lost, obstacle
 
-# last epochs of metrics.jsonl that are searched for a score
-RECENT_EPOCHS = 2
+# last lines on epochs that are searched for a score: an epoch has several, and short epochs end
+# before the scores of those before them are read from the script's output
+RECENT_EPOCHS = 50
 BLOCK_BYTES = 1 << 16
 # most bytes to read of metrics.jsonl, from its end
 MOST_BYTES = 1 << 24
