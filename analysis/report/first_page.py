@@ -368,6 +368,9 @@ def _of_open_trainings(run: RunContents, labels: Iterable[str]) -> str:
 
 
 def _next_steps(run: RunContents) -> list[str]:
+    # the sweep itself writes the report only after its training
+    if run.seen_at and not any(training.result for training in run.trainings):
+        return [f"Wait: a command is at work; tula status RUN shows how far it is. {IS_RUN}"]
     remedies = {doubt.remedy for doubt in doubts(run)}
     failed = RunHistory(run.events).stage_failure(run.plan_at)
     if failed is not None:
@@ -384,9 +387,8 @@ def _next_steps(run: RunContents) -> list[str]:
     todo = [remedy.heading for remedy in (Remedy.MEASURE, Remedy.CHANGE) if remedy in remedies]
     below = listed([f"“{heading}”" for heading in todo])
     if run.trainings:
-        if not below:
-            return ["Nothing: the training is done."]
-        return [f"The training is done; before a longer one see {below} below."]
+        longer = f"The training is done; before a longer one see {below} below."
+        return [longer if below else "Nothing: the training is done."]
     found = []
     if below:
         verb = "matters" if len(todo) == 1 else "matter"

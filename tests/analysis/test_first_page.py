@@ -203,6 +203,13 @@ def test_a_finished_training_has_nothing_left_to_do(tmp_path: Path) -> None:
     assert page.sections[-1] == ("What to do next", ["Nothing: the training is done."])
 
 
+@pytest.mark.parametrize("stage", ["profile", "plan", "train"])
+def test_a_command_at_work_is_waited_for_until_the_training_has_ended(tmp_path: Path, stage: str) -> None:
+    contents = read_run(make_run(tmp_path / "run", stage=stage))
+    (text,) = first_page(contents._replace(seen_at=1.0)).sections[-1].sentences
+    assert text.startswith("Nothing: the training is done." if stage == "train" else "Wait: a command is at work; ")
+
+
 def test_a_run_whose_last_command_failed_is_to_be_fixed_first(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", stage="plan")
     run.log_event("failed", "train", detail="bug in job 7\nTraceback")
