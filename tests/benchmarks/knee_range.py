@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.knee_range tests/benchmarks/results/knee_range.json
 
-The 20 tables are those of `search_replay`: T4, K80 and RTX 2080 Ti. Each is planned with every power of two as
+The 16 tables are those of `search_replay`: T4, K80 and RTX 2080 Ti. Each is planned with every power of two as
 `search.max_batch`, from all of its rows, by the law of doublings ("knee") and by Kneedle ("kneedle").
 
 - moved_from_twice, moved_from_four_times: among pairs of ranges whose shorter range reaches at least two or four times
