@@ -241,9 +241,11 @@ def _parts(
     intervals = {str(TimePart.FAILED): (0.0, 0.0), **promised.part_intervals_90}
     if "train_time_s" in promised.interval_90:
         intervals.setdefault(TimePart.STEPS, promised.interval_90["train_time_s"])
+    # an old plan has no parts
+    promised_s = promised.wall_parts_s or {TimePart.STEPS: promised.train_time_s}
     found = {}
     for part in TimePart:
-        expected_s = promised.wall_parts_s.get(part, 0.0)
+        expected_s = promised_s.get(part, 0.0)
         if expected_s > 0.0 or (actual_s[part] or 0.0) > 0.0:
             found[part] = Compared(expected_s, intervals.get(part), actual_s[part])
     return found

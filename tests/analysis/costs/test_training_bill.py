@@ -195,6 +195,12 @@ def test_where_no_part_is_off_by_itself_the_one_that_moved_the_whole_is_named() 
     assert "Most of the difference" not in " ".join(bill_sentences(billed(133.0)))
 
 
+def test_a_plan_without_parts_has_promised_the_steps() -> None:
+    old = promised(wall_parts_s={}, part_intervals_90={}, train_time_s=100.0)
+    steps = known(training_bill(old, result(), [], accounted(140.0))).parts[TimePart.STEPS]
+    assert (steps.expected, steps.actual) == (100.0, 105.0)
+
+
 def test_the_table_has_every_part_and_its_verdict() -> None:
     table = bill_table(billed(150.0))
     names, _, actual, verdicts = zip(*table.rows, strict=True)
