@@ -260,6 +260,12 @@ STYLES = {
     "of a node": (OF_A_NODE, "-b {local_batch} --epochs {epochs}", {"epochs": 90}),
     "of a worker": (OF_A_WORKER, "--batch-size {local_batch} --epochs {epochs}", {"epochs": 26}),
     "nodes": (LIGHTNING, "--batch_size {local_batch} --num_nodes {nodes}", {}),
+    "lightning": (
+        f"import lightning as L\n{LIGHTNING}p.add_argument('--gpus', default=1, type=int)",
+        "--batch_size {local_batch} --num_nodes {nodes} --gpus 2",
+        {},
+    ),
+    "other GPUs": (f"{LIGHTNING}p.add_argument('--gpus')", "--batch_size {local_batch} --num_nodes {nodes}", {}),
     "nodes of a graph": (LIGHTNING.replace("1", "1000"), "--batch_size {local_batch}", {}),
     "steps": (STEPS, "--batch_size {local_batch} --max_iters {steps}", {}),
     "plain steps": (PLAIN_STEPS, "--batch {local_batch} --iter {steps}", {}),
@@ -284,13 +290,13 @@ STYLES = {
     "lightning's command line": (
         LIGHTNING_CLI,
         "fit --data.batch_size {local_batch} --trainer.max_epochs {epochs} --seed_everything {seed} "
-        "--trainer.num_nodes {nodes}",
+        "--trainer.num_nodes {nodes} --trainer.devices 2",
         {"seed": 0},
     ),
     "lightning's command line without subcommands": (
         LIGHTNING_CLI_THAT_PARSES,
         "--data.batch_size {local_batch} --trainer.max_epochs {epochs} --seed_everything {seed} "
-        "--trainer.num_nodes {nodes}",
+        "--trainer.num_nodes {nodes} --trainer.devices 2",
         {"seed": 0},
     ),
     "absl": (ABSL, "--batch_size {local_batch} --max_epochs {epochs}", {"epochs": 7}),
@@ -696,6 +702,7 @@ def next_lines(tmp_path: Path, script: str, capsys: pytest.CaptureFixture[str]) 
         (SUBCOMMANDS, "train.py train --bs 32 --epochs 100 --data DATA"),
         (CLICK_GROUP, "train.py fit --bs 32 --epochs 100 --data DATA"),
         (TYPER_COMMANDS, "train.py train-it --bs 16 --epochs 100 DATA"),
+        (LIGHTNING_CLI, "train.py fit --data.batch_size 32 --trainer.max_epochs 100 --trainer.devices 1"),
         (TYPER_RUN, "train.py --batch-size 16 --epochs 100 DATA"),
         (
             HUGGING_FACE,
@@ -713,6 +720,7 @@ def next_lines(tmp_path: Path, script: str, capsys: pytest.CaptureFixture[str]) 
         "subcommands",
         "click group",
         "typer commands",
+        "lightning's command line",
         "typer without commands",
         "hugging-face",
         "typer with annotations",

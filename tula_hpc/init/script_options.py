@@ -36,6 +36,8 @@ class ScriptOptions(NamedTuple):
     steps: Option | None = None
     seed: Option | None = None
     nodes: Option | None = None
+    # processes of a node; of Lightning's scripts only, which compare them with those that run
+    devices: Option | None = None
     accumulation: Option | None = None
     resume: Option | None = None
     # all other options that the script requires
@@ -110,6 +112,7 @@ _ROLES = {
     "steps": r"(?:(?:num|n|max|total|train|training)[_.]?)*(?:steps|iters?|iterations)",
     "seed": r"(?:(?:random|manual|global|torch|rng)_?)*seed",
     "nodes": r"(?:(?:num|n)_?)?nodes|nnodes",
+    "devices": r"(?:(?:num|n)_?)?(?:gpus|devices)(?:_per_node)?",
     "accumulation": r"(?:(?:gradient|grad)_?)?accum(?:ulat(?:ion|e))?(?:_[a-z_]+)?"
     r"|(?:gradient|grad)_?acc(?:_steps)?",
     "resume": r"(?:auto_?)?resume(?:_training)?(?:_from)?(?:_checkpoint)?(?:_path)?"
@@ -129,11 +132,14 @@ _HUGGING_FACE = (
     Option("--gradient_accumulation_steps", ("gradient_accumulation_steps",), 1),
     Option("--resume_from_checkpoint", ("resume_from_checkpoint",), "out/checkpoint-*"),
 )
+# names under which Lightning is imported
+_LIGHTNING = frozenset({"lightning", "pytorch_lightning"})
 # options of a LightningCLI, which makes them from the parameters of its classes
 _LIGHTNING_CLI = (
     Option("--data.batch_size", ("batch_size",)),
     Option("--trainer.max_epochs", ("max_epochs",)),
     Option("--trainer.num_nodes", ("num_nodes",), 1),
+    Option("--trainer.devices", ("devices",)),
     Option("--seed_everything", ("seed",), 0),
     Option("--ckpt_path", ("resume",), "last"),
 )
@@ -164,6 +170,8 @@ def read_options(path: Path, *, takes_keys: bool = False) -> ScriptOptions:
     command = _training_command(options)
     options = [option for option in options if option.command in ("", command)]
     roles = {role: _best(role, options) for role in _ROLES}
+    if not any(name.partition(".")[0] in _LIGHTNING for name in imported_by(tree)):
+        roles["devices"] = None
     roles["resume"] = roles["resume"] or _resumed_by_word(options, tree)
     chosen = [option for option in roles.values() if option is not None]
     resume = roles["resume"]
@@ -249,7 +257,7 @@ def _best(role: str, options: Sequence[Option]) -> Option | None:
     if role == "nodes":
         # other defaults mean nodes of a graph
         fits = [each for each in fits if each.default == 1]
-    if role in ("batch", "epochs", "steps", "seed", "nodes", "accumulation"):
+    if role != "resume":
         fits = [each for each in fits if each.takes_value]
     if role == "seed":
         # a script without a default seed may use slower algorithms once a seed is given

@@ -68,6 +68,7 @@ class Script(NamedTuple):
         values = [
             (options.batch, str(self.batch)),
             (options.epochs, str(TRIAL_EPOCHS)),
+            (options.devices, "1"),
             (options.accumulation if options.shares_passes else None, "1"),
             *((each, each.example) for each in options.required),
         ]
@@ -86,7 +87,7 @@ def sweep_file(script: Script, cluster: ClusterSpec) -> str:
         name_line(script.path.stem),
         "",
         "[workload]",
-        *(line.text() for line in _workload(script)),
+        *(line.text() for line in _workload(script, cluster.parts()[0].workers_per_node)),
         "",
         *search_and_training(
             cluster,
@@ -105,13 +106,13 @@ def name_line(stem: str) -> str:
     return KeyLine("name", name or "training", "name of the run and its jobs").text()
 
 
-def _workload(script: Script) -> Iterator[KeyLine]:
+def _workload(script: Script, workers: int) -> Iterator[KeyLine]:
     options = script.options
     if script.module is not None:
         yield KeyLine("module", script.module, "run as a module, as it imports from its package")
     else:
         yield KeyLine("script", _path_of(script), "in the working directory, or beside this file")
-    yield from _arguments(options)
+    yield from _arguments(options, workers)
     yield KeyLine(
         "samples",
         50_000,
@@ -134,7 +135,7 @@ def _workload(script: Script) -> Iterator[KeyLine]:
     yield METRIC
 
 
-def _arguments(options: ScriptOptions) -> Iterator[KeyLine]:
+def _arguments(options: ScriptOptions, workers: int) -> Iterator[KeyLine]:
     batch = options.batch
     if batch is None:
         comment = (
@@ -150,6 +151,7 @@ def _arguments(options: ScriptOptions) -> Iterator[KeyLine]:
                 (None if options.epochs else options.steps, "{steps}"),
                 (options.seed, "{seed}"),
                 (options.nodes, "{nodes}"),
+                (options.devices, str(workers)),
                 (options.accumulation, "{workers}" if options.shares_passes else "{accumulation}"),
             ]
         )
@@ -490,9 +492,7 @@ def asked_batch(text: str, used: Sequence[str]) -> int | None:
 
 def required_arguments(text: str) -> list[str]:
     """Return the options that the script requires and the sweep file's arguments lack."""
-    return re.findall(
-        r"^# arguments = .* the script requires (\S+); add it above", text, re.MULTILINE
-    )
+    return re.findall(r"^# arguments = .* the script requires (\S+); add it above", text, re.M)
 
 
 def filled_in(text: str) -> list[str]:
