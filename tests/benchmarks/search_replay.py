@@ -194,10 +194,9 @@ def replay_all() -> dict[str, Any]:
     return {"summaries": {name: summary(group) for name, group in groups.items()}, "searches": searches}
 
 
-def main() -> None:
-    """Replay all, print the summaries, write the JSON."""
-    found = replay_all()
-    for name, numbers in found["summaries"].items():
+def show(summaries: dict[str, Any]) -> None:
+    """Print the summaries as a table."""
+    for name, numbers in summaries.items():
         regret = (
             f"regret {numbers['regret_mean']:6.1%}, worst {numbers['regret_worst']:6.1%}"
             if "regret_mean" in numbers
@@ -207,6 +206,12 @@ def main() -> None:
             f"{name:30} confirmed {numbers['confirmed']:4.0%}  profiles {numbers['profiles_mean']:.1f}  "
             f"elsewhere {numbers['error_elsewhere']:5.1%}, inside {numbers['coverage']:4.0%}  {regret}"
         )
+
+
+def main() -> None:
+    """Replay all, print the summaries, write the JSON."""
+    found = replay_all()
+    show(found["summaries"])
     Path(sys.argv[1]).write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -19,7 +19,8 @@ comes from: `floor` is that of a fit to all points of the split; `error, growth 
 the few points that takes the ring share and the overlap from the fit to all.
 
 The prior beliefs in `models.step_time_fit` were chosen on these tables; `left out` gives, for each cluster, the values
-of the four important ones that would have been chosen without it, and its error with these values.
+of the four important ones that would have been chosen without it, and its error with these values. `searches` has the
+error, coverage and regret of adaptive searches on these clusters, see `search_replay`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tests.benchmarks.search_replay import replay_all, show
 from tests.benchmarks.step_time_tables import Table, read_tables
 from tula_hpc.analysis.models import step_time_fit
 from tula_hpc.analysis.models.regression import Array
@@ -201,7 +203,7 @@ def left_out() -> dict[str, Any]:
 
 
 def main(output: Path) -> None:
-    """Score all splits, print the table, write the JSON."""
+    """Score all splits and searches, print the tables, write the JSON."""
     model, paper = summarize(all_scores()), summarize(all_scores("paper"))
     floors = all_floors()
     print(f"{'split':20} {'cluster':8} error (paper)  coverage  signed  width  floor  growth and overlap known")
@@ -215,7 +217,9 @@ def main(output: Path) -> None:
                 f"  {row['coverage']:7.1%} {row['signed']:+7.3f}  x{row['width']:.2f}"
                 f"  {row['floor']:5.1%}  {known:5.1%}"
             )
-    found = {"splits": model, "left out": left_out()}
+    searches = replay_all()["summaries"]
+    show(searches)
+    found = {"splits": model, "left out": left_out(), "searches": searches}
     print(json.dumps(found["left out"], indent=1))
     output.write_text(json.dumps(found, indent=1) + "\n")
 
