@@ -559,7 +559,8 @@ def test_steps_outside_of_their_interval_come_first_under_how_sure(ended: RunDir
     _, low, high = known(contents.plan).chosen.predicted("epoch_time_s")
     for seconds, way in ((low * 1.01, ""), (high * 0.99, ""), (low * 0.99, "shorter"), (high * 1.01, "longer")):
         epochs = [epoch.model_copy(update={"epoch_time_s": seconds}) for epoch in training.metrics.epochs]
-        changed = training._replace(metrics=training.metrics._replace(epochs=epochs))
+        result = known(training.result).model_copy(update={"train_time_s": len(epochs) * seconds})
+        changed = training._replace(metrics=training.metrics._replace(epochs=epochs), result=result)
         sections = dict(first_page(contents._replace(trainings=[changed])).sections)
         # without other doubts the section is left out
         text = sections.get("How sure", [""])[0]
