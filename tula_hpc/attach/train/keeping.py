@@ -494,5 +494,5 @@ class KeptTraining(ScriptTraining):
             return ""
         return (
             "; this epoch was resumed after its last batch, so that the loop over tula.batches was "
-            "empty: means over its batches have to allow for that"
+            "empty: give names that are used after it a value before it, and means no divisor of 0"
         )
