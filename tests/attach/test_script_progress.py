@@ -23,7 +23,7 @@ from tula_hpc.attach.hooks.step_hooks import MOST_AWAITED
 from tula_hpc.attach.reporting import ChildSpec, read_message
 from tula_hpc.attach.script import Script
 from tula_hpc.attach.train import script_drift, script_training
-from tula_hpc.attach.train.resume_point import TrainSettings
+from tula_hpc.attach.train.resume_point import ScriptProgress, TrainSettings
 from tula_hpc.attach.train.script_drift import DriftSettings, drift_settings
 from tula_hpc.attach.train.script_training import ScriptTraining
 from tula_hpc.config import ClusterSpec, SweepSpec
@@ -324,6 +324,14 @@ def test_short_batches_within_a_pass_shift_no_later_epoch(tmp_path: Path, clock:
             watched.step(size)
     rows = watched.metrics().epochs
     assert [(row.step, row.samples_seen) for row in rows] == [(2, 16), (10, 44), (12, 60)]
+
+
+@pytest.mark.parametrize(("offset", "left"), [(12, 0), (376, 376)])
+def test_only_the_short_end_of_a_pass_belongs_to_the_epoch_before(offset: int, left: int) -> None:
+    """Batches by tokens differ between workers, so that on one of them an epoch may end within the next pass."""
+    progress = ScriptProgress(epoch=1, samples_seen=778, offset=offset, pass_began=378)
+    progress.begin_pass(carried=0, samples=400, batch=16)
+    assert progress.offset == left
 
 
 def test_a_step_over_the_end_of_a_pass_belongs_to_both_epochs(tmp_path: Path, clock: Clock) -> None:

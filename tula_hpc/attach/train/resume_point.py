@@ -124,10 +124,12 @@ class ScriptProgress(Progress):
 
         If the pass before was an epoch of `samples`, give or take a batch, all of it belongs to
         that epoch: a sampler may give out several short batches, which need not be the last ones.
+        Where most of an epoch is open, that epoch has not been counted yet, and is about to end.
         """
         began = self.samples_seen - carried
         before = self.pass_began
-        if self.epoch and before is not None and abs(began - before - samples) < batch:
+        is_epoch = before is not None and abs(began - before - samples) < batch
+        if self.epoch and is_epoch and self.offset <= samples / 2:
             self.offset = carried
         self.pass_began = began
 
