@@ -70,7 +70,7 @@ BELIEFS: dict[Backend, Belief] = {
 CONTENTION_SPREAD = 0.05
 # spread around 0 of the exponent
 CONGESTION_SPREAD = 0.1
-# spread around 0 of the latency of one message, as a share of a typical step
+# spread around 0 of the latency of one message, as a share of the median observation
 LATENCY_SPREAD = 0.03
 # networks between nodes, before one was measured: 20 Gbit/s, most of them from 2 to 200 Gbit/s
 NETWORK_BYTES_PER_S = 2.5e9
@@ -78,7 +78,7 @@ NETWORK_SPREAD = 1.4
 # or, for unknown bytes, as slow as links inside a node, most between an eighth and 8 times that
 NETWORK_OVER_NODE = 1.0
 NETWORK_OVER_NODE_SPREAD = 1.3
-# or, if neither is known, this share of a step
+# or, if neither is known, this share of the median observation
 NETWORK_OVER_STEP = 0.3
 # typical relative residual of a step, against which beliefs are weighed
 NOISE = 0.03
@@ -120,7 +120,7 @@ class FittedLaw(NamedTuple):
         """Return the fit with a typical network between nodes, if none was measured.
 
         Two nodes take the time to move the gradient's bytes; if these are unknown, a multiple of
-        the collective's time inside a node; if that is unknown, too, a share of a step.
+        the collective's time inside a node; if that is unknown, too, a share of the median row.
         """
         if self.law.additive or np.any(rows.nodes[rows.kind != terms.COMPUTE] > 1.0):
             return self
