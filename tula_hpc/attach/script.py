@@ -413,7 +413,7 @@ def with_placeholders(
         (OF_BATCH, batch * passes, "{global_batch}"),
         (("epoch",), epochs, "{epochs}"),
         (of_steps, steps, "{steps}"),
-        (("accum",), passes if passes > 1 else 0, "{accumulation}"),
+        (("accum", "grad(ient)?[-_]?acc"), passes if passes > 1 else 0, "{accumulation}"),
         (OF_BATCH, near, "{local_batch}"),
         (("",), batch, "{local_batch}"),
     ):
