@@ -310,6 +310,10 @@ def _rows(
     speed = table.global_batch / table.step_time_s
     value = speed / speed[0]
     low, high = _ends(table, part, value)
+    # drawn models may miss steps that were measured: no end is beyond what both steps allow
+    step_s, least_s, most_s = np.array([item.predicted("step_time_s") for item in candidates]).T
+    low = np.maximum(low, value * (least_s[0] / step_s[0]) * (step_s / most_s))
+    high = np.minimum(high, value * (most_s[0] / step_s[0]) * (step_s / least_s))
     rows = []
     for candidate, *ends in zip(candidates, *np.stack([value, low, high]).tolist(), strict=True):
         speed_up = Interval(*ends)

@@ -166,6 +166,19 @@ def test_what_no_drawn_model_knows_widens_the_intervals() -> None:
         assert row.efficiency.high / row.efficiency.value == pytest.approx(np.exp(1.645 * 0.05 * 2.0))
 
 
+def test_speed_ups_are_no_less_sure_than_both_steps_together() -> None:
+    """Few profiles leave models that miss even what was measured."""
+    rows = [measured(1, 32), measured(1, 1024), measured(64, 16)]
+    spec = sweep(cluster_sizes=[1, 2, 4, 64], min_batch=32, max_batch=1024)
+    found = part_scaling(part_of(rows, spec), spec, chosen(64, 1024))
+    for curve in found.curves:
+        _, first_low, first_high = curve.base.step_s
+        for row in curve.rows:
+            batches = row.candidate.global_batch / curve.base.candidate.global_batch
+            assert row.speed_up.low >= 0.999 * batches * first_low / row.step_s.high
+            assert row.speed_up.high <= 1.001 * batches * first_high / row.step_s.low
+
+
 def test_speed_ups_are_no_surer_than_the_steps_that_were_measured() -> None:
     rows = []
     for row in CORNERS:
