@@ -279,7 +279,7 @@ def _alternatives(plan: Plan) -> list[str]:
 
 def too_close_to_call(plan: Plan) -> list[str]:
     """Say that the chosen one may not be better than the next best; empty if it is, or alone."""
-    if not plan.runners_up:
+    if not plan.runners_up or plan.runners_up[0].configuration == plan.chosen.configuration:
         return []
     chosen = plan.chosen
     other = plan.runners_up[0]

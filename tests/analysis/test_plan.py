@@ -1086,10 +1086,6 @@ def test_a_next_best_within_the_intervals_is_called_too_close() -> None:
     assert doubts(1.5) == []
     # starts are equal for both, however long they are
     assert doubts(1.5, starts_s=100.0 * plan.chosen.train_time_s) == []
-    # the same nodes and batch on another partition
-    twin = plan.chosen.model_copy(update={"partition": "gpu"})
-    (text,) = too_close_to_call(plan.model_copy(update={"runners_up": [twin]}))
-    assert f"{twin.configuration} on gpu, is predicted to be as fast and as expensive. The predictions" in text
 
 
 def test_by_progress_candidates_are_compared_by_the_time_to_the_same_progress() -> None:
