@@ -494,5 +494,6 @@ class KeptTraining(ScriptTraining):
             return ""
         return (
             "; this epoch was resumed after its last batch, so that the loop over tula.batches was "
-            "empty: give names that are used after it a value before it, and means no divisor of 0"
+            "empty: give names that are used after it a value before it, and report means over "
+            "its batches only if there were any"
         )
