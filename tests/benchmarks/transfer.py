@@ -45,7 +45,7 @@ FARTHEST = 8
 # prior spread of a coefficient that counts as known
 KNOWN_SPREAD = 1e-3
 # values of beliefs to choose from: ring share, its spread, congestion's spread, departures' spread
-CHOICES = list(itertools.product((0.6, 0.8, 1.0), (0.3,), (0.08, 0.15), (0.1, 0.15, 0.2)))
+CHOICES = list(itertools.product((0.6, 0.8, 1.0), (0.15, 0.3), (0.1,), (0.1, 0.15, 0.2)))
 
 
 class Split(NamedTuple):
