@@ -129,9 +129,10 @@ def cached_by_table(fit: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.cache
     def fitted(pickled: bytes) -> Any:
-        return fit(*pickle.loads(pickled))  # noqa: S301 # pickled by this process
+        table, named = pickle.loads(pickled)  # noqa: S301 # pickled by this process
+        return fit(*table, **named)
 
-    return lambda *table: fitted(pickle.dumps(table))
+    return lambda *table, **named: fitted(pickle.dumps((table, named)))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -34,16 +34,28 @@ def loader_decides(times: StepTimes) -> bool:
     return wait_share(times) >= DECIDES_FROM
 
 
-def wait_per_sample_s(profiles: Sequence[Profile]) -> float:
-    """Return the wait for data, seconds per sample of a worker, without any shared storage.
+def _largest_alone(profiles: Sequence[Profile]) -> Profile:
+    """Return the profile of the largest batch on the fewest workers.
 
-    It is that of the largest batch on the fewest workers: the fixed cost of a step gives a loader
-    time to keep up with smaller ones.
+    It shows a slow loader without any shared storage: the fixed cost of a step gives a loader time
+    to keep up with smaller batches.
     """
-    alone = min(
+    return min(
         profiles, key=lambda each: (each.configuration.world_size, -each.configuration.local_batch)
     )
+
+
+def wait_per_sample_s(profiles: Sequence[Profile]) -> float:
+    """Return the wait for data, seconds per sample of a worker, without any shared storage."""
+    alone = _largest_alone(profiles)
     return alone.times.data_time_s / alone.configuration.local_batch
+
+
+def loads_ahead(profiles: Sequence[Profile]) -> bool:
+    """Tell whether steps wait for loader processes, which go on while the workers synchronize."""
+    alone = _largest_alone(profiles)
+    has_processes = alone.processor is not None and alone.processor.loader_s > 0.0
+    return has_processes and loader_decides(alone.times)
 
 
 def held_up_by_storage(profiles: Sequence[Profile]) -> list[Profile]:

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from scipy.special import ndtri
 
 from tula_hpc.analysis.models.accumulation import Passes
-from tula_hpc.analysis.models.data_loading import held_up_by_storage, wait_per_sample_s
+from tula_hpc.analysis.models.data_loading import held_up_by_storage, loads_ahead, wait_per_sample_s
 from tula_hpc.analysis.models.profiles import Profile
 from tula_hpc.analysis.models.regression import (
     Array,
@@ -100,6 +100,7 @@ class StepTimeModel:
         gradient_bytes: float | None = None,
         *,
         storage_decides: bool = False,
+        loader_decides: bool = False,
     ) -> Self:
         """Fit to steps, and to computation and all-reduce timed separately; (n,) or scalars.
 
@@ -109,11 +110,13 @@ class StepTimeModel:
             step_time_s: A whole training step; NaN where it was not measured.
             workers_per_node: r; the mean if nodes differ.
             compute_time_s: The step without synchronization, of the whole batch; NaN or 0 where
-                unknown.
+                unknown. It includes waiting for data unless `loader_decides`.
             allreduce_time_s: The bare all-reduce of the gradient's bytes; NaN or 0 where unknown.
             gradient_bytes: Gradients of one worker, to predict a network that was not measured.
             storage_decides: Some steps are known to wait for storage that all nodes share; if
                 False, that term is fitted only if it makes the fit clearly better.
+            loader_decides: Loader processes are known to take longer than the step on the fewest
+                workers; they load while it runs.
 
         Raises:
             ValueError: No rows, lengths that do not fit, or values that are not positive and
@@ -128,7 +131,13 @@ class StepTimeModel:
             np.nan if allreduce_time_s is None else allreduce_time_s,
         )
         rows = _rows(columns)
-        fitted = choose_form(rows, self.form, BELIEFS[self.backend], storage_decides)
+        fitted = choose_form(
+            rows,
+            self.form,
+            BELIEFS[self.backend],
+            storage_decides=storage_decides,
+            loader_decides=loader_decides,
+        )
         self._fitted = fitted.with_believed_network(rows, gradient_bytes)
         self._steps = rows.kind == STEP
         self._describe(rows)
@@ -309,12 +318,26 @@ def fit_step_time(
 ) -> StepTimeModel:
     """Fit the model to at least one profile; `passes` are those of the batches to be predicted."""
     profiles = [profile.of_one_pass for profile in profiles]
-    alone_s = wait_per_sample_s(profiles)
+    model = _fit(profiles, form, ahead=False)
+    if form != "paper" and loads_ahead(profiles):
+        other = _fit(profiles, form, ahead=True)
+        one_size = len({profile.configuration.world_size for profile in profiles}) == 1
+        # only synchronization tells whether the loader goes on meanwhile
+        if one_size or other.spread_ <= model.spread_:
+            model = other
+    model.passes = passes
+    model.optimizer_s = float(np.median([row.times.optimizer_time_s for row in profiles]))
+    return model
+
+
+def _fit(profiles: Sequence[Profile], form: FormName, *, ahead: bool) -> StepTimeModel:
+    """Fit to profiles whose wait for data adds to a step, or comes from a loader that goes on."""
+    alone_s = 0.0 if ahead else wait_per_sample_s(profiles)
     rows = [row for profile in profiles for row in _observations(profile, alone_s)]
     nodes, per_node, batch, step_s, compute_s, allreduce_s = np.array(rows, dtype=np.float64).T
     backend: Backend = "nccl" if any(row.backend == "nccl" for row in profiles) else "gloo"
     gradient_bytes = max(profile.memory.gradient_bytes for profile in profiles)
-    model = StepTimeModel(form, backend).fit(
+    return StepTimeModel(form, backend).fit(
         nodes,
         batch,
         step_s,
@@ -323,17 +346,15 @@ def fit_step_time(
         allreduce_s,
         gradient_bytes or None,
         storage_decides=bool(held_up_by_storage(profiles)),
+        loader_decides=ahead,
     )
-    model.passes = passes
-    model.optimizer_s = float(np.median([row.times.optimizer_time_s for row in profiles]))
-    return model
 
 
 def _observations(profile: Profile, alone_s: float) -> Iterator[tuple[float, ...]]:
     """Yield nodes, workers per node, batch, and the seconds of step, computation and all-reduce.
 
     Computation is the step without synchronization. `alone_s` is the wait for data per sample on
-    the fewest workers.
+    the fewest workers that adds to it.
     """
     nodes, per_node, batch = profile.configuration
     times = profile.times

@@ -184,6 +184,7 @@ class FittedLaw(NamedTuple):
             "node_sync_s": several_per_node,
             "compute_floor_s": self.free[terms.FLOOR],
             "storage_s": self.free[terms.STORAGE],
+            "loader_s": self.free[terms.LOADER],
             "latency_s": self.law.form.latency is not None,
             "ring_share": self.law.form.fitted,
             "congestion": self.law.form.fitted,
@@ -192,14 +193,20 @@ class FittedLaw(NamedTuple):
 
 
 def choose_form(
-    rows: Rows, wanted: FormName, belief: Belief, storage_decides: bool = False
+    rows: Rows,
+    wanted: FormName,
+    belief: Belief,
+    *,
+    storage_decides: bool = False,
+    loader_decides: bool = False,
 ) -> FittedLaw:
     """Fit the wanted form; "auto" also fits the collective's shape, and "paper" is the plain sum.
 
     Otherwise a floor, and storage that all nodes share, are fitted only if they make the fit clearly better;
-    storage also if it is known to decide.
+    storage also if it is known to decide, and a loader that loads ahead only then.
     """
-    fit = partial(_fit_form, rows, wanted, belief)
+    loader_s = _loader_alone(rows) if loader_decides and wanted != "paper" else 0.0
+    fit = partial(_fit_form, rows, wanted, belief, loader_s=loader_s)
     found = _sharpened(fit(), rows, fit)
     sizes = np.unique(rows.workers[rows.kind == terms.STEP])
     stored = found.fit.coefficients.copy()
@@ -220,6 +227,13 @@ def choose_form(
     if best.criterion < found.criterion - BETTER_BY:
         return best
     return found
+
+
+def _loader_alone(rows: Rows) -> float:
+    """Return loader_s as if the largest step on the fewest workers only waited for its loader."""
+    steps = np.flatnonzero(rows.kind == terms.STEP)
+    largest = steps[np.lexsort([-rows.batch[steps], rows.workers[steps]])[0]]
+    return float(rows.seconds[largest] / rows.batch[largest])
 
 
 def _storage_of_slowest(rows: Rows, residuals: Array) -> float:
@@ -247,9 +261,18 @@ def _times_alone(rows: Rows) -> bool:
 
 
 def _fit_form(
-    rows: Rows, form: FormName, belief: Belief, *, noise: float = NOISE, near: Array | None = None
+    rows: Rows,
+    form: FormName,
+    belief: Belief,
+    *,
+    noise: float = NOISE,
+    near: Array | None = None,
+    loader_s: float = 0.0,
 ) -> FittedLaw:
-    """Fit one form; start from `near`, or from least-squares fits of the plain sum."""
+    """Fit one form; start from `near`, or from least-squares fits of the plain sum.
+
+    A loader that loads ahead is part of the law if `loader_s`, from which it starts, is not 0.
+    """
     if form == "paper":
         law = Law(terms.PAPER, Knots(np.zeros(0), np.zeros((0, 2))), additive=True)
     elif form == "auto":
@@ -261,6 +284,7 @@ def _fit_form(
     free = _free(law, rows, linear)
     if near is not None:
         free[[terms.FLOOR, terms.STORAGE]] = near[[terms.FLOOR, terms.STORAGE]] > 0.0
+    free[terms.LOADER] = loader_s > 0.0
     lower, upper = _bounds(law)
     believed, firmness = _beliefs(law, belief, noise)
     if law.form.fitted:
@@ -270,7 +294,9 @@ def _fit_form(
         found = law.evaluate(coefficients, rows)
         return found.seconds, found.gradients
 
+    believed[terms.LOADER] = loader_s
     scale = _scale(rows, linear)
+    scale[terms.LOADER] = loader_s
     problem = Problem(evaluate, rows.seconds, weights, upper, lower, believed, firmness, scale)
     starts = _starts(linear, weights, free, believed) if near is None else [near]
     fit = fit_relative(problem, starts, free)

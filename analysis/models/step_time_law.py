@@ -3,15 +3,15 @@
 For N workers, local batch b, K nodes and r = N / K workers on each of them:
 
     t_step    = ‖(1 − share) × t_compute + ‖share × t_compute, t_sync‖₄ + overhead_s × g(N),
-                 storage_s × N × b‖₈
+                 storage_s × N × b, loader_s × b‖₈
     t_compute = ‖compute_fixed_s + compute_per_sample_s × b, compute_floor_s‖₈
                 × (1 + contention × (r − 1)) × (1 + straggling × log₂ N) × e^u(b)
     t_sync    = (sync_s × f(N) + latency_s × g(N) + sharing_s × f(N) × (r − 1)
                  + node_sync_s × f(r)) × e^v(K, r)
     ‖x, y‖ₚ   = (xᵖ + yᵖ)^(1/p)
 
-For one worker t_step = ‖t_compute + alone_s, storage_s × b‖₈. On one node only the last term of
-t_sync, the collective inside a node, is left. Where no collective is given its shape is fitted:
+For one worker t_step = ‖t_compute + alone_s, storage_s × b, loader_s × b‖₈. On one node only the
+last term of t_sync, the collective inside a node, is left. Where no collective is given its shape is fitted:
 
     f(N) = ½ (2 (1 − 1/N))^ring_share × (K / 2)^congestion
 
@@ -36,6 +36,7 @@ further with congestion. Inside a node, whose workers share no network, there is
   the fixed cost of a pass is paid twice.
 - `storage_s`: time per sample of storage that all nodes share. The total grows with N × b, and the
   step waits if that takes longer than everything else.
+- `loader_s`: time per sample of a worker's loader processes, which load ahead while the step runs.
 - `straggling`: all wait for the slowest of N workers, which is slower the more there are (the mean
   of the largest of N exponentially distributed delays grows as log N). It also covers nodes that
   share more than their network.
@@ -61,7 +62,7 @@ from tula_hpc.analysis.models.regression import Array
 OVERLAP_NORM = 2
 # exponent 2³ = 8
 FLOOR_NORM = 3
-STORAGE_NORM = 3
+DATA_NORM = 3
 # keeps the norms' gradients finite where both parts are 0
 TINY_S = 1e-12
 
@@ -115,10 +116,11 @@ NAMES = (
     "ring_share",
     "congestion",
     "storage_s",
+    "loader_s",
 )
 FIXED, PER_SAMPLE, FLOOR, CONTENTION = range(4)
 SYNC, LATENCY, SHARING, NODE_SYNC, OVERHEAD, OVERLAP, ALONE, STRAGGLING = range(4, 12)
-RING_SHARE, CONGESTION, STORAGE = range(12, len(NAMES))
+RING_SHARE, CONGESTION, STORAGE, LOADER = range(12, len(NAMES))
 # kinds of rows: a whole step, the step without synchronization, the bare all-reduce
 STEP, COMPUTE, ALLREDUCE = 0, 1, 2
 
@@ -219,7 +221,9 @@ class Law(NamedTuple):
         joined = _measured(rows, step, compute, sync)
         waits, alone = _waits(self.form, rows), _is_alone(rows)
         seconds = joined + (waits * coefficient[OVERHEAD] + alone * coefficient[ALONE])
-        return _total(seconds, coefficient[STORAGE] * _read_samples(rows), STORAGE_NORM)
+        of_storage, of_loader = _loaded_samples(rows)
+        seconds = _total(seconds, coefficient[STORAGE] * of_storage, DATA_NORM)
+        return _total(seconds, coefficient[LOADER] * of_loader, DATA_NORM)
 
     def evaluate(self, coefficients: Array, rows: Rows) -> Linearization:
         """Predict with gradients."""
@@ -230,8 +234,11 @@ class Law(NamedTuple):
         joined, by_compute, by_sync, by_share = self._join(share, compute, sync, rows)
         waits, alone = _waits(self.form, rows), _is_alone(rows)
         seconds = joined + (waits * coefficients[OVERHEAD] + alone * coefficients[ALONE])
-        read = _read_samples(rows)
-        seconds, by_step, by_storage = _norm(seconds, coefficients[STORAGE] * read, STORAGE_NORM)
+        read, loaded = _loaded_samples(rows)
+        seconds, by_step, by_storage = _norm(seconds, coefficients[STORAGE] * read, DATA_NORM)
+        seconds, by_rest, by_loader = _norm(seconds, coefficients[LOADER] * loaded, DATA_NORM)
+        by_step *= by_rest
+        by_storage *= by_rest
         by_compute, by_sync, by_share, waits, alone = (
             each * by_step for each in (by_compute, by_sync, by_share, waits, alone)
         )
@@ -247,6 +254,7 @@ class Law(NamedTuple):
             by_compute[:, None] * of_compute[:, -1:],
             by_sync[:, None] * of_shape,
             (by_storage * read)[:, None],
+            (by_loader * loaded)[:, None],
             by_u[:, None] * at_batches,
             by_v[:, None] * at_sizes,
         ]
@@ -382,9 +390,10 @@ def _waits(form: Collective, rows: Rows) -> Array:
     return np.asarray(_is_together(rows) * rounds(rows.workers))
 
 
-def _read_samples(rows: Rows) -> Array:
-    """Return N × b for whole steps, else 0."""
-    return np.where(rows.kind == STEP, rows.workers * rows.batch, 0.0)
+def _loaded_samples(rows: Rows) -> tuple[Array, Array]:
+    """Return N × b and b for whole steps, else 0."""
+    each = np.where(rows.kind == STEP, rows.batch, 0.0)
+    return rows.workers * each, each
 
 
 def _shape_logarithms(rows: Rows) -> tuple[Array, Array]:

@@ -22,7 +22,6 @@ from tests.forked_jobs import children_of, forking_jobs
 from tests.known import known
 from tests.run_factory import candidate, measurement, plan, write_plan
 from tula_hpc.analysis.costs.usage import actual_use
-from tula_hpc.attach import processes
 from tula_hpc.attach.processes import ProcessEnd
 from tula_hpc.attach.reporting import ProcessMessage
 from tula_hpc.attach.train.resume_point import Start, _look_for_saved
@@ -409,7 +408,7 @@ def test_a_worker_that_does_not_notice_that_another_has_stopped_is_ended(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each obeys a stop by itself there, and another may wait for it, as in a collective of NCCL's."""
-    monkeypatch.setattr(processes, "STOP_GRACE_S", 1.0)
+    monkeypatch.setitem(globals(), "CLUSTER", CLUSTER.model_copy(update={"signal_delay_s": 1}))
     script = tmp_path / "probes.py"
     script.write_text("""
 import signal, sys, time, torch

@@ -53,8 +53,6 @@ LEAVE_S = 2.0 * POLL_S + ANSWER_S
 GRACE_S = 10.0
 # the same for a training, which may still be uploading its results
 TRAINED_GRACE_S = 60.0
-# the same for the other workers' processes, once one has obeyed a stop
-STOP_GRACE_S = 30.0
 # time for a signal that ended a script's process to reach its worker, which knows what to do
 SIGNAL_GRACE_S = 3.0
 
@@ -270,12 +268,12 @@ class WorkerPeers:
         self._leave(rank)
         self._await_all("left", world_size, LEAVE_S)
 
-    def end_others(self, rank: int, world_size: int) -> None:
+    def end_others(self, rank: int, world_size: int, grace_s: float) -> None:
         """Have the others end their processes too, after a time in which these may end by themselves.
 
         They may wait without end for this worker's process, which is gone: NCCL does not notice it.
         """
-        self._await_all("outcome", world_size, STOP_GRACE_S)
+        self._await_all("outcome", world_size, grace_s)
         self._leave(rank)
 
     def _await_all(self, what: str, world_size: int, seconds: float) -> None:

@@ -13,9 +13,11 @@ from tula_hpc.analysis.models.data_loading import (
     describe_slow_loader,
     held_up_by_storage,
     loader_decides,
+    loads_ahead,
     processes_needed,
 )
 from tula_hpc.analysis.models.profiles import summarize
+from tula_hpc.analysis.models.step_time import StepTimeModel, fit_step_time
 from tula_hpc.analysis.plan import make_plan
 from tula_hpc.analysis.search.steadiness import unsteady
 from tula_hpc.config import WorkloadSpec
@@ -151,6 +153,43 @@ def test_a_slow_loader_with_which_small_batches_keep_up_is_not_called_the_file_s
     parameters = plan.models["step_time"]["parameters"]
     assert "storage_s" not in parameters
     assert parameters["compute_per_sample_s"] == pytest.approx(0.0013, rel=0.1)
+
+
+def loaded(nodes: int, batch: int, *, ahead: bool, processes: bool = True) -> Measurement:
+    """Return a step whose data take 0.003 s a sample, while the step runs or before it."""
+    computed_s = 0.01 + 0.001 * batch
+    busy_s = computed_s + (0.1 if nodes > 1 else 0.0)
+    wait_s = max(0.0, 0.003 * batch - busy_s) if ahead else 0.0003 * batch
+    parts = {"compute_time_s": computed_s, "optimizer_time_s": 0.0, "data_time_s": wait_s}
+    used = {"loader_s": 0.01 if processes else 0.0, "worker_s": 0.01, "cores": 4.0}
+    spent = times(nodes, batch, step_time_s=busy_s + wait_s, allreduce_time_s=0.1, **parts)
+    return ok(nodes, batch, times=spent, processor=used)
+
+
+def fitted_to(rows: list[Measurement]) -> StepTimeModel:
+    return fit_step_time(summarize(rows).profiles)
+
+
+def test_loader_processes_go_on_while_the_workers_synchronize() -> None:
+    rows = [loaded(1, 32, ahead=True), loaded(1, 512, ahead=True), loaded(2, 32, ahead=True)]
+    model = fitted_to(rows)
+    assert model.parameters_["loader_s"] == pytest.approx(0.003, rel=0.02)
+    # the loader takes longer than computation and synchronization together
+    assert float(model.predict(4, 512)) == pytest.approx(0.003 * 512, rel=0.05)
+    assert float(model.predict(4, 256)) == pytest.approx(0.003 * 256, rel=0.05)
+    # a worker that loads by itself does not go on
+    alone = [loaded(1, 32, ahead=True, processes=False), loaded(1, 512, ahead=True, processes=False), rows[2]]
+    assert "loader_s" not in fitted_to(alone).parameters_
+    assert float(fitted_to(alone).predict(4, 64)) > float(model.predict(4, 64))
+
+
+def test_a_wait_that_adds_to_every_step_is_not_taken_for_a_loader_that_goes_on() -> None:
+    """Some waiting is for what the worker itself does with a batch."""
+    places = [(1, 32), (1, 512), (2, 32), (2, 256), (4, 64)]
+    rows = [loaded(*place, ahead=False) for place in places]
+    assert loads_ahead(summarize(rows).profiles)
+    assert "loader_s" in fitted_to(rows[:2]).parameters_
+    assert "loader_s" not in fitted_to(rows).parameters_
 
 
 def test_one_configuration_that_was_disturbed_is_not_for_the_file_system() -> None:

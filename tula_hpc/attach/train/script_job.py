@@ -90,8 +90,9 @@ class ScriptJob:
         peers.announce(mine)
         if mine.is_done and mine.message.result["end"] == "stopped":
             # all processes leave after the same step, but in a further training, or by handlers of
-            # the script's own, each by itself
-            peers.end_others(self.place.rank, self.place.world_size)
+            # the script's own, each by itself, as soon as it has saved
+            grace_s = self.job.cluster.signal_delay_s
+            peers.end_others(self.place.rank, self.place.world_size, grace_s)
         self.allocation.broadcast(str)
         outcomes = peers.outcomes(self.place.world_size)
         end = processes.worst(outcomes)
