@@ -106,12 +106,12 @@ class Searched(NamedTuple):
         return {p.configuration: p.times.step_time_s for p in summarize(self.measured).profiles}
 
 
-def profile(name: str, search: str, run: Path, data: Path, environment: dict[str, str]) -> Searched:
-    """Run the profile stage."""
-    file = run.with_name(f"{name}.toml")
-    file.write_text(SWEEP.format(name=name, data=data, **WORKLOADS[name]._asdict()))
+def profile(sweep: str, keys: Sequence[str], run: Path, environment: dict[str, str]) -> Searched:
+    """Run the profile stage of a sweep's text, with some keys changed."""
+    file = run.with_name(f"{run.name}.toml")
+    file.write_text(sweep)
     command = [sys.executable, "-m", "tula_hpc.sweep", str(file), "--cluster", str(CLUSTER_FILE), "--run-dir", str(run)]
-    options = [part for text in SEARCHES[search] for part in ("--set", text)]
+    options = [part for text in keys for part in ("--set", text)]
     subprocess.run([*command, *options, "--until", "profile"], check=True, cwd=ROOT, env=environment)
     return read(run)
 
@@ -289,8 +289,9 @@ def all_profiled(data: Path, work: Path, names: Sequence[str]) -> Rounds:
     with MiniCluster() as cluster:
         environment = {**os.environ, **cluster.environment}
         for number, name, search in itertools.product(range(ROUNDS), names, SEARCHES):
+            sweep = SWEEP.format(name=name, data=data, **WORKLOADS[name]._asdict())
             run = work / f"{name}-{search}-{number}"
-            found.setdefault((name, search), []).append(profile(name, search, run, data, environment))
+            found.setdefault((name, search), []).append(profile(sweep, SEARCHES[search], run, environment))
     return found
 
 
