@@ -232,8 +232,11 @@ def _what_to_do(error: TulaError, options: argparse.Namespace) -> str:
 
 def _is_given(path: str | None, options: argparse.Namespace) -> bool:
     """Tell whether a path is an argument of the command."""
-    given = [Path(each) for each in vars(options).values() if isinstance(each, str | Path)]
-    return path is not None and Path(path).absolute() in [each.absolute() for each in given]
+    given: list[Path] = []
+    for value in vars(options).values():
+        several = value if isinstance(value, list) else [value]
+        given += [Path(each).absolute() for each in several if isinstance(each, str | Path)]
+    return path is not None and Path(path).absolute() in given
 
 
 def _full_folder(options: argparse.Namespace) -> str:

@@ -319,7 +319,8 @@ def fit_step_time(
     """Fit the model to at least one profile; `passes` are those of the batches to be predicted."""
     profiles = [profile.of_one_pass for profile in profiles]
     model = _fit(profiles, form, ahead=False)
-    if form != "paper" and loads_ahead(profiles):
+    # the law has one wait for a loader, and a step of several passes waits in each
+    if form != "paper" and passes == Passes() and loads_ahead(profiles):
         other = _fit(profiles, form, ahead=True)
         one_size = len({profile.configuration.world_size for profile in profiles}) == 1
         # only synchronization tells whether the loader goes on meanwhile

@@ -232,6 +232,8 @@ def choose_form(
 def _loader_alone(rows: Rows) -> float:
     """Return loader_s as if the largest step on the fewest workers only waited for its loader."""
     steps = np.flatnonzero(rows.kind == terms.STEP)
+    if not len(steps):
+        return 0.0
     largest = steps[np.lexsort([-rows.batch[steps], rows.workers[steps]])[0]]
     return float(rows.seconds[largest] / rows.batch[largest])
 

@@ -805,6 +805,23 @@ def test_the_batch_of_a_device_goes_before_that_of_all(tmp_path: Path) -> None:
     assert (known(found.batch).flag, found.is_global) == ("--device-batch-size", False)
 
 
+def test_a_default_that_a_call_computes_is_a_default(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os, fire\ndef main(bs: int = 8, out: str = os.getcwd()): ...\nfire.Fire(main)")
+    assert read_options(script).required == ()
+
+
+def test_the_devices_of_a_node_are_given_where_they_are_known(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"import lightning as L\n{LIGHTNING}p.add_argument('--gpus', default=1, type=int)")
+    options = read_options(script)
+    assert options.devices_on(ClusterSpec(device="cuda", workers_per_node=2)) == options.devices
+    assert options.devices_on(ClusterSpec(device="cpu", workers_per_node=2)) is None
+    partitions = [{"partition": "a", "workers_per_node": 2}, {"partition": "b", "workers_per_node": 4}]
+    several = ClusterSpec.model_validate({"device": "cuda", "gres": "none", "partitions": partitions})
+    assert options.devices_on(several) is None
+
+
 def test_options_that_another_module_of_the_script_declares_are_found(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     (tmp_path / "lab").mkdir()
@@ -817,6 +834,10 @@ def test_options_that_another_module_of_the_script_declares_are_found(tmp_path: 
     # the script's own options, if it has any, are all that count
     script.write_text(f"{script.read_text()}\np.add_argument('--bs', type=int)")
     assert known(read_options(script).batch).flag == "--bs"
+    # a module without an option of a training is a program of its own
+    script.write_text("import tool")
+    (tmp_path / "tool.py").write_text('p.add_argument("url")')
+    assert read_options(script).required == ()
     # a dataclass may be in another module than the call that makes options of it
     (tmp_path / "lab" / "options.py").write_text(DATACLASS.partition("main(")[0])
     script.write_text("import tyro\nfrom lab.options import Options\nmain(tyro.cli(Options))")

@@ -111,9 +111,9 @@ PLACEHOLDERS = {
 OPTION_WITH_VALUE = re.compile(r"--?[\w-]+\s+\{")
 # the arguments have to hold at least one of these placeholders
 CARRY_THE_BATCH = frozenset({"local_batch", "global_batch"})
-# a placeholder with or without a factor; ${...} is not one, but the script's own
 # endings of files of settings, which a script may take instead of options
 SETTINGS = (".json", ".yaml", ".yml", ".toml")
+# a placeholder with or without a factor; ${...} is not one, but the script's own
 PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)(?:\*(\d+(?:\.\d+)?(?:[eE]-?\d+)?))?\}")
 # groups of workload.metric, of which it needs at least one
 METRIC_GROUPS = ("test_accuracy", "test_loss")

@@ -26,6 +26,9 @@ from tula_hpc.init.syntax import (
 )
 
 _MAKERS = frozenset({"run", "Fire", "cli", "HfArgumentParser", "ArgumentParser"})
+# calls that describe an option in place of its default
+_DESCRIBING = frozenset({"field", "Option", "Argument"})
+_GIVES_DEFAULT = frozenset({"default_factory", "init"})
 _CONFIGS = frozenset({"cfg", "config", "conf"})
 
 
@@ -268,8 +271,9 @@ def _of_name(
         help_text = value_of(keywords.get("help"), constants)
         if call is value:
             value = keywords.get("default", call.args[0] if call.args else None)
-            is_required = value is None and "default_factory" not in keywords
-            is_required |= isinstance(value, ast.Constant) and value.value is ...
+            is_required = isinstance(value, ast.Constant) and value.value is ...
+            if last_name(call.func) in _DESCRIBING and not _GIVES_DEFAULT & keywords.keys():
+                is_required |= value is None
     flags = [flag.partition("/")[0] for flag in flags] or [f"--{name.replace('_', '-')}"]
     default = value_of(value, constants)
     return Option(

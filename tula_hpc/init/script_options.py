@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tula_hpc.config import ClusterSpec
 from tula_hpc.init.declared_options import Option, declared_in, makers_in, written
 from tula_hpc.init.syntax import (
     compared_in,
@@ -65,6 +66,15 @@ class ScriptOptions(NamedTuple):
         after = [option.words(value) for option, value in given if not option.is_before]
         command = [self.command] if self.command else []
         return list(itertools.chain(*before, command, *after))
+
+    def devices_on(self, cluster: ClusterSpec) -> Option | None:
+        """Return the option for the devices of a node, if the script has to be told their number.
+
+        A number of GPUs is none for workers on CPUs, and partitions may differ.
+        """
+        numbers = {part.workers_per_node for part in cluster.parts()}
+        of_gpus = self.devices is not None and "gpu" in self.devices.flag
+        return None if len(numbers) > 1 or (of_gpus and cluster.device == "cpu") else self.devices
 
     @property
     def is_global(self) -> bool:
@@ -224,7 +234,8 @@ def _imported(path: Path, made_of: Collection[str]) -> list[Option]:
     for source in own_sources([str(path.absolute())]).values():
         with contextlib.suppress(ValueError):
             found.append(declared_in(parsed(source), made_of))
-    return max(found, key=_roles_filled, default=[])
+    best = max(found, key=_roles_filled, default=[])
+    return best if _roles_filled(best) else []
 
 
 def _roles_filled(options: Sequence[Option]) -> int:

@@ -87,7 +87,7 @@ def sweep_file(script: Script, cluster: ClusterSpec) -> str:
         name_line(script.path.stem),
         "",
         "[workload]",
-        *(line.text() for line in _workload(script, cluster.parts()[0].workers_per_node)),
+        *(line.text() for line in _workload(script, cluster)),
         "",
         *search_and_training(
             cluster,
@@ -106,13 +106,13 @@ def name_line(stem: str) -> str:
     return KeyLine("name", name or "training", "name of the run and its jobs").text()
 
 
-def _workload(script: Script, workers: int) -> Iterator[KeyLine]:
+def _workload(script: Script, cluster: ClusterSpec) -> Iterator[KeyLine]:
     options = script.options
     if script.module is not None:
         yield KeyLine("module", script.module, "run as a module, as it imports from its package")
     else:
         yield KeyLine("script", _path_of(script), "in the working directory, or beside this file")
-    yield from _arguments(options, workers)
+    yield from _arguments(options, cluster)
     yield KeyLine(
         "samples",
         50_000,
@@ -135,7 +135,7 @@ def _workload(script: Script, workers: int) -> Iterator[KeyLine]:
     yield METRIC
 
 
-def _arguments(options: ScriptOptions, workers: int) -> Iterator[KeyLine]:
+def _arguments(options: ScriptOptions, cluster: ClusterSpec) -> Iterator[KeyLine]:
     batch = options.batch
     if batch is None:
         comment = (
@@ -151,7 +151,7 @@ def _arguments(options: ScriptOptions, workers: int) -> Iterator[KeyLine]:
                 (None if options.epochs else options.steps, "{steps}"),
                 (options.seed, "{seed}"),
                 (options.nodes, "{nodes}"),
-                (options.devices, str(workers)),
+                (options.devices_on(cluster), str(cluster.parts()[0].workers_per_node)),
                 (options.accumulation, "{workers}" if options.shares_passes else "{accumulation}"),
             ]
         )

@@ -229,7 +229,7 @@ def why_ended(end: Ended) -> str:
     return BY_HAND if end.failure is Failure.CANCELLED else informative_line(end.log_tail)
 
 
-def why_interrupted(sweep: Sweep) -> dict[str, list[str]]:
+def ends_by_accounting(sweep: Sweep) -> dict[str, list[str]]:
     """Return why each run of each job ended, oldest first; "" if accounting does not say why."""
     found: dict[str, list[str]] = {}
     for each in sweep.run.accounts():
@@ -263,7 +263,7 @@ class InterruptionNews:
         self.stage = stage
         self.waiting: int | None = None
         self.to_ask = 0
-        self.known = why_interrupted(sweep)
+        self.known = ends_by_accounting(sweep)
 
     def tell(self, waiting: int) -> None:
         """Report why jobs wait again if more jobs wait now than at the last call."""
@@ -275,7 +275,7 @@ class InterruptionNews:
         self.to_ask -= 1
         self.sweep.launcher.note_accounts()
         before = self.known
-        self.known = why_interrupted(self.sweep)
+        self.known = ends_by_accounting(self.sweep)
         news = {
             job_id: causes[-1]
             for job_id, causes in self.known.items()

@@ -240,11 +240,13 @@ def warn_of_script(sweep: Sweep) -> None:
     if sweep.spec.study is not None or sweep.run.measurements().records:
         return
     _warn_of_lone_workers(sweep.spec, sweep.cluster)
-    if missing := _missing_settings(sweep.spec, sweep.cluster):
+    # a container has files of its own
+    missing = [] if sweep.cluster.container else _missing_settings(sweep.spec, sweep.cluster)
+    if missing:
         sys.stderr.write(
             f"warning: no such file: {printable(in_short(missing))}; the search may try these "
-            "batches, and the script would fail: write a file for each, or change "
-            "search.min_batch, max_batch or cluster_sizes\n"
+            "batches: if the script reads a file for each, write it, or change search.min_batch, "
+            "max_batch or cluster_sizes\n"
         )
 
 

@@ -51,13 +51,13 @@ from tula_hpc.stages.context import (
     StageProgress,
     Sweep,
     describe_failures,
+    ends_by_accounting,
     failed_measurement,
     note_unseen_ends,
     recording_failure,
     stage_progress,
     submitted_job,
     why_ended,
-    why_interrupted,
 )
 from tula_hpc.stages.notify import notify_of_news
 
@@ -462,7 +462,7 @@ def _restarted(sweep: Sweep, last: Restart | None) -> str:
     if last is None:
         return ""
     sweep.launcher.note_accounts()
-    why = why_interrupted(sweep).get(last.job_id, [""])[-1]
+    why = ends_by_accounting(sweep).get(last.job_id, [""])[-1]
     # the notes on progress say from where the built-in training goes on
     if not why and last.samples_seen != 0 and not sweep.spec.workload.is_script:
         return ""

@@ -75,7 +75,7 @@ def _notes(status: RunStatus) -> Iterator[LabelledLine]:
 def _wrapped(label: str, text: str, width: int) -> str:
     head = f"{label:<{LABEL_WIDTH}}"
     # not wrapped, so that the path can be copied
-    if text.startswith(("log: ", "/")):
+    if text.startswith("log: ") or (label == "report" and text.startswith("/")):
         return head + in_short_lines(printable(text.replace("\n", " ")))
     return "\n".join(wrapped(head, text, max(width, 60), LABEL_WIDTH + 2))
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planning_data import CORNERS, cluster, ok, sweep, times
+from tula_hpc.analysis.models.accumulation import Passes
 from tula_hpc.analysis.models.data_loading import (
     MOST_PROCESSES,
     cores_needed,
@@ -181,6 +182,13 @@ def test_loader_processes_go_on_while_the_workers_synchronize() -> None:
     alone = [loaded(1, 32, ahead=True, processes=False), loaded(1, 512, ahead=True, processes=False), rows[2]]
     assert "loader_s" not in fitted_to(alone).parameters_
     assert float(fitted_to(alone).predict(4, 64)) > float(model.predict(4, 64))
+
+
+def test_a_loader_is_waited_for_in_each_pass_of_a_step() -> None:
+    """Four passes of 64 samples take as long as four steps of so many, without synchronization."""
+    rows = [loaded(1, 64, ahead=True), loaded(1, 256, ahead=True)]
+    model = fit_step_time(summarize(rows).profiles, passes=Passes(most=64))
+    assert float(model.predict(1, 256)) == pytest.approx(4 * 0.003 * 64, rel=0.05)
 
 
 def test_a_wait_that_adds_to_every_step_is_not_taken_for_a_loader_that_goes_on() -> None:

@@ -91,7 +91,7 @@ class ScriptJob:
         if mine.is_done and mine.message.result["end"] == "stopped":
             # all processes leave after the same step, but in a further training, or by handlers of
             # the script's own, each by itself, as soon as it has saved
-            grace_s = self.job.cluster.signal_delay_s
+            grace_s = self.job.cluster.signal_delay_s - processes.GRACE_S
             peers.end_others(self.place.rank, self.place.world_size, grace_s)
         self.allocation.broadcast(str)
         outcomes = peers.outcomes(self.place.world_size)
@@ -171,7 +171,11 @@ class ScriptJob:
             def look(child: Child) -> str | None:
                 self._pass_on(child, peers)
                 scores.look()
-                return hangs.look(None if child.message() is None else child.silent_s())
+                message = child.message()
+                silent_s = child.silent_s()
+                # a script that was resumed may compile first, or take no further step
+                is_early = message is None or (message.steps == 0 and silent_s < first_step_s)
+                return hangs.look(None if is_early else silent_s)
 
             return processes.watch(child, peers, first_step_s, look)
 

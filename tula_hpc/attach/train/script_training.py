@@ -260,7 +260,7 @@ class ScriptTraining(Mode):
 
     @property
     def _is_further(self) -> bool:
-        """True after the epochs of a script that is kept, which a checkpoint has."""
+        """True outside the epochs of a script that is kept: what they did is in a checkpoint."""
         return self.is_kept and not self.in_epoch
 
     @not_caught
