@@ -12,7 +12,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from functools import partial
 from types import FrameType
@@ -184,13 +184,12 @@ class ScriptTraining(Mode):
         if time.perf_counter() > self.sign_due:
             self.give_sign()
 
-    @not_caught
     def forward_begins(self, samples: int) -> None:
         """See `Listener`."""
         self._samples += samples if samples <= self._usual else self._samples_of(samples)
         self._backward_due += 1
         if self.scaling is not None:
-            self.scaling.forward_begins(self.hooks.model)
+            self._scale(self.scaling.forward_begins, self.hooks.model)
         if self.is_open:
             return
         self.is_open = True
@@ -209,13 +208,17 @@ class ScriptTraining(Mode):
         self._samples_before = min(self._samples_before, self._samples)
         self._backward_due -= 1
 
-    @not_caught
     def gradients_ready(self) -> None:
         """See `Listener`."""
         optimizer, model = self.hooks.optimizer, self.hooks.inner_model
         if self.scaling is not None and optimizer is not None and model is not None:
             epochs_seen = self.progress.epoch + self._epoch_share
-            self.scaling.gradients_ready(optimizer, model, epochs_seen)
+            self._scale(self.scaling.gradients_ready, optimizer, model, epochs_seen)
+
+    @not_caught
+    def _scale(self, handle: Callable[..., None], *args: Any) -> None:
+        """Pass an event on; without scaling it needs no guard, which costs a call."""
+        handle(*args)
 
     @not_caught
     def step_ends(self) -> None:
@@ -263,11 +266,10 @@ class ScriptTraining(Mode):
         """True outside the epochs of a script that is kept: what they did is in a checkpoint."""
         return self.is_kept and not self.in_epoch
 
-    @not_caught
     def partner_ready(self, optimizer: Optimizer) -> None:
         """See `Listener`."""
         if self.scaling is not None:
-            self.scaling.partner_ready(optimizer)
+            self._scale(self.scaling.partner_ready, optimizer)
 
     def partner_stepped(self, optimizer: Optimizer) -> None:
         """See `Listener`."""
