@@ -202,8 +202,9 @@ def choose_form(
 ) -> FittedLaw:
     """Fit the wanted form; "auto" also fits the collective's shape, and "paper" is the plain sum.
 
-    Otherwise a floor, and storage that all nodes share, are fitted only if they make the fit clearly better;
-    storage also if it is known to decide, and a loader that loads ahead only then.
+    Otherwise a floor, and storage that all nodes share, are fitted only if they make the fit
+    clearly better. Storage is also fitted if it is known to decide, and a loader that loads ahead
+    only if it is.
     """
     loader_s = _loader_alone(rows) if loader_decides and wanted != "paper" else 0.0
     fit = partial(_fit_form, rows, wanted, belief, loader_s=loader_s)

@@ -11,7 +11,8 @@ For N workers, local batch b, K nodes and r = N / K workers on each of them:
     ‖x, y‖ₚ   = (xᵖ + yᵖ)^(1/p)
 
 For one worker t_step = ‖t_compute + alone_s, storage_s × b, loader_s × b‖₈. On one node only the
-last term of t_sync, the collective inside a node, is left. Where no collective is given its shape is fitted:
+last term of t_sync, the collective inside a node, is left. Where no collective is given its shape
+is fitted:
 
     f(N) = ½ (2 (1 − 1/N))^ring_share × (K / 2)^congestion
 
